@@ -1,0 +1,39 @@
+# Everything is installed into .venv; nothing outside this folder is changed but the model's cache folder.
+PYTHON ?= python3
+VENV   := .venv
+READY  := $(VENV)/.ready
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint bench venv clean
+
+help:
+	@echo "make demo   the whole way with a real model, on the CPU"
+	@echo "make test   linters, types and tests"
+	@echo "make lint   linters and types alone"
+	@echo "make bench  put and get against this machine's limits"
+	@echo "make venv   set .venv up (the others do it by themselves)"
+	@echo "make clean  remove .venv and what was built"
+
+# Rebuilt when pyproject.toml changes, so that a second run costs nothing.
+$(READY): pyproject.toml tools/setup_venv.py
+	$(PYTHON) tools/setup_venv.py $(VENV)
+	@touch $@
+
+venv: $(READY)
+
+demo: $(READY)
+	$(VENV)/bin/python -m kvstore.tools.demo
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+test: lint
+	$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+bench: $(READY)
+	$(VENV)/bin/kvstore bench $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find kvstore kernels tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

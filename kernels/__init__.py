@@ -1,0 +1,1 @@
+"""Triton kernels; called by kvstore.transfer alone."""

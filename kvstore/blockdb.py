@@ -1,0 +1,331 @@
+"""The LMDB environment of one shard: transactions, chunks, index, accounting, quarantine. The only door to storage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import lmdb
+
+from kvstore.errors import StoreAlreadyOpen, StoreClosed, StoreDamaged, StoreForked, StorePathError, StorePermissionError
+from kvstore.quarantine import Quarantine
+from kvstore.record import Header, chunk_key, parse_header
+from kvstore.storefile import DATA_NAME, StoreFile, StoreState, boot_id, check_data_file, make_folder, sync_folder
+from kvstore.usage import Usage
+
+log = logging.getLogger(__name__)
+
+LMDB_ENGINE: Final = 0
+"""The 0.9 engine, pinned: an environment variable could change py-lmdb's default, and the files differ."""
+PAGE_BYTES: Final = 4096
+MAX_READERS: Final = 512
+DATABASES: Final = (b"meta", b"index", b"payload", b"quarantine")
+IDENTITY_PREFIX: Final = b"identity:"
+USAGE_KEY: Final = b"usage"
+CLOSE_TIMEOUT: Final = 60.0
+
+
+@dataclass(frozen=True)
+class NewRecord:
+    """A record to write: its header (sequence number and times are filled in), the directory and the stored chunks,
+    which must not change until the write returns."""
+
+    header: Header
+    directory: bytes
+    chunks: Sequence[memoryview]
+
+
+class ReadView:
+    """A snapshot of the shard. Memoryviews that it gives dangle once the `read()` block ends: copy before."""
+
+    def __init__(self, txn: Any, index: Any, payload: Any) -> None:
+        self._txn, self._index, self._payload = txn, index, payload
+
+    def header(self, key: bytes) -> bytes | None:
+        """A copy of the index entry under the key, None where there is none."""
+        found = self._txn.get(key, db=self._index)
+        return None if found is None else bytes(found)
+
+    def chunk(self, sequence: int, number: int) -> memoryview | None:
+        """The stored bytes of a chunk, None where it is missing."""
+        found: memoryview | None = self._txn.get(chunk_key(sequence, number), db=self._payload)
+        return found
+
+
+class BlockDB:
+    """One shard's environment.
+
+    Owned by one KVStore. Any thread may call it; writes take turns. A shard has one writer, which holds the lock of
+    its STORE file, and is opened once in a process. After a fork the child gets StoreForked; after close, everyone
+    gets StoreClosed. close waits for calls in flight, so that no memory is unmapped under them.
+    """
+
+    def __init__(self, folder: Path, capacity_bytes: int, sync: bool, writable: bool, quarantine_bytes: int) -> None:
+        self.folder, self.sync, self.writable = folder, sync, writable
+        self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
+        self.emptied = False
+        self._pid = os.getpid()
+        self._gate = threading.Condition()
+        self._active, self._closing = 0, False
+        self._write_lock = threading.Lock()
+        self._quarantine_bytes = quarantine_bytes
+        self._opened_as = _claim(folder)
+        try:
+            self._open()
+        except BaseException:
+            _opened.discard(self._opened_as)
+            raise
+
+    def _open(self) -> None:
+        if self.writable:
+            make_folder(self.folder)
+        elif not (self.folder / DATA_NAME).exists():
+            raise StorePathError(f"{self.folder}: no {DATA_NAME} there: expected a shard that a writer has made")
+        self.store_file = StoreFile(self.folder, self.writable)
+        try:
+            self._prepare()
+            map_size = check_data_file(self.folder / DATA_NAME)
+            self._environment(self.capacity_bytes if self.writable else map_size)
+        except BaseException:
+            self.store_file.close()
+            raise
+
+    def _prepare(self) -> None:
+        """Write the STORE file of a new shard; empty a shard whose unsynced writes another boot may have lost."""
+        state = self.store_file.state
+        if not self.writable:
+            return
+        if state is None:
+            if (self.folder / DATA_NAME).exists():
+                raise StoreDamaged(
+                    f"{self.folder}: {DATA_NAME} without a STORE file: it is no kvstore, or it is damaged; give another path"
+                )
+            self.store_file.write(StoreState(os.urandom(16), boot_id(), True, time.time_ns() // 1000))
+            sync_folder(self.folder)
+        elif not state.clean and state.boot_id != boot_id():
+            log.warning("%s: emptied: it was not closed, in a mode that does not survive a power loss", self.folder)
+            for name in (DATA_NAME, "lock.mdb"):
+                (self.folder / name).unlink(missing_ok=True)
+            self.emptied = True
+            self.store_file.write(replace(state, clean=True, boot_id=boot_id()))
+
+    def _environment(self, map_size: int) -> None:
+        try:
+            self._env = lmdb.open(
+                str(self.folder),
+                map_size=map_size,
+                readonly=not self.writable,
+                sync=self.sync,
+                mode=0o600,
+                create=self.writable,
+                meminit=False,
+                max_readers=MAX_READERS,
+                max_dbs=len(DATABASES),
+                lib_version=LMDB_ENGINE,
+            )
+        except lmdb.Error as error:
+            if "ermission" in str(error):
+                raise StorePermissionError(f"{self.folder}: {error}: make it this user's, or give another path") from None
+            raise StoreDamaged(f"{self.folder}: LMDB cannot open it: {error}; restore it, or remove the folder") from None
+        try:
+            self._env.reader_check()
+            if self.writable and not (self.store_file.state or _NEVER).clean and self.sync:
+                self._env.sync(True)
+                self._mark(clean=True)
+            opened = [self._env.open_db(name, create=self.writable) for name in DATABASES]
+        except lmdb.Error as error:
+            self._env.close()
+            raise StoreDamaged(f"{self.folder}: its databases cannot be read: {error}; restore it, or remove it") from None
+        self._meta, self._index, self._payload, quarantine = opened
+        self.quarantine = Quarantine(quarantine, self._quarantine_bytes)
+
+    def check_open(self) -> None:
+        """Raise StoreForked in the child of a fork, StoreClosed after close. Takes no lock, which a fork may hold."""
+        if os.getpid() != self._pid:
+            raise StoreForked(
+                f"{self.folder} was opened by process {self._pid}, this is its fork {os.getpid()}: open a store of the "
+                "child's own, on another shard or with mode='r'"
+            )
+        if self._closing:
+            raise StoreClosed(f"{self.folder} was closed: open the store again")
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Hold the environment open for one call."""
+        self.check_open()
+        with self._gate:
+            self.check_open()
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._active -= 1
+                self._gate.notify_all()
+
+    @contextmanager
+    def read(self) -> Iterator[ReadView]:
+        """A snapshot; keep it short, since pages freed meanwhile are not reused."""
+        with self._entered(), self._begin() as txn:
+            yield ReadView(txn, self._index, self._payload)
+
+    def _begin(self) -> Any:
+        try:
+            return self._env.begin(buffers=True)
+        except lmdb.MapResizedError:
+            self._env.set_mapsize(0)
+            return self._env.begin(buffers=True)
+
+    @contextmanager
+    def _write(self) -> Iterator[Any]:
+        with self._entered(), self._write_lock:
+            if not self.sync:
+                self._mark(clean=False)
+            with self._env.begin(write=True) as txn:
+                yield txn
+
+    def _mark(self, clean: bool) -> None:
+        state = self.store_file.state or _NEVER
+        if (state.clean, state.boot_id) != (clean, boot := boot_id()):
+            self.store_file.write(replace(state, clean=clean, boot_id=boot))
+
+    def identity(self, identity_id: bytes) -> bytes | None:
+        """The canonical JSON that was stored for this identity id."""
+        with self._entered(), self._begin() as txn:
+            found = txn.get(IDENTITY_PREFIX + identity_id, db=self._meta)
+            return None if found is None else bytes(found)
+
+    def write(
+        self, records: Sequence[NewRecord], identity: tuple[bytes, bytes], keep: Callable[[bytes, bytes], bool]
+    ) -> list[bytes | None]:
+        """Write records in one transaction, each replacing what lies under its key.
+
+        identity: (id, canonical JSON), stored beside the first record. keep(key, header): whether what lies there
+        makes the new record unnecessary. Returns the new header's bytes for each record, None where it was kept.
+        Raises lmdb.MapFullError where the capacity is used up, lmdb.Error or OSError where writing failed; then
+        nothing of this call is stored.
+        """
+        with self._write() as txn:
+            usage = self._usage(txn)
+            txn.put(IDENTITY_PREFIX + identity[0], identity[1], db=self._meta, overwrite=False)
+            written = [self._put(txn, record, usage, keep) for record in records]
+            txn.put(USAGE_KEY, usage.encode(), db=self._meta)
+        return written
+
+    def _usage(self, txn: Any) -> Usage:
+        """The accounting, with a last sequence number that no chunk exceeds, whatever became of the stored one."""
+        usage = Usage.parse(txn.get(USAGE_KEY, db=self._meta))
+        with txn.cursor(db=self._payload) as cursor:
+            if cursor.last():
+                usage.last_sequence = max(usage.last_sequence, int.from_bytes(cursor.key()[:8], "big"))
+        return usage
+
+    def _put(
+        self, txn: Any, record: NewRecord, usage: Usage, keep: Callable[[bytes, bytes], bool]
+    ) -> bytes | None:
+        key = record.header.key
+        old = txn.get(key, db=self._index)
+        if old is not None and keep(key, old):
+            return None
+        now = time.time_ns() // 1000
+        sequence = usage.next_sequence(now)
+        header = record.header.encode(sequence, now)
+        txn.put(key, header, db=self._index)
+        for number, chunk in enumerate((record.directory, *record.chunks)):
+            if not txn.put(chunk_key(sequence, number), chunk, db=self._payload, append=True):
+                raise lmdb.CorruptedError(f"payload has a key past the new sequence number {sequence}")
+        usage.add(record.header)
+        if old is not None:
+            self._forget(txn, old, usage)
+        return header
+
+    def _forget(self, txn: Any, old: bytes, usage: Usage) -> None:
+        """Account for an index entry that is gone, and free its chunks."""
+        header = parse_header(old)
+        usage.remove(header if isinstance(header, Header) else None)
+        self._release(txn, header)
+
+    def _release(self, txn: Any, header: object) -> None:
+        """Free the chunks that a header names, unless a valid index entry does too. One that fails its hash frees
+        nothing."""
+        if not isinstance(header, Header):
+            return
+        current = txn.get(header.key, db=self._index)
+        named = parse_header(current, header.key) if current is not None else None
+        if isinstance(named, Header) and named.sequence == header.sequence:
+            return
+        with txn.cursor(db=self._payload) as cursor:
+            prefix = chunk_key(header.sequence, 0)[:8]
+            while cursor.set_range(prefix) and cursor.key()[:8] == prefix:
+                cursor.delete()
+
+    def condemn(self, key: bytes, value: bytes, kind: str) -> bool:
+        """Move an index entry to quarantine, if it still is `value`; False where it was replaced meanwhile.
+
+        Raises as `write` does.
+        """
+        with self._write() as txn:
+            if txn.get(key, db=self._index) != value:
+                return False
+            usage = self._usage(txn)
+            txn.delete(key, db=self._index)
+            header = parse_header(value)
+            usage.remove(header if isinstance(header, Header) else None)
+            for dropped in self.quarantine.add(txn, usage, key, value, kind):
+                self._release(txn, parse_header(dropped))
+            txn.put(USAGE_KEY, usage.encode(), db=self._meta)
+        return True
+
+    def usage(self) -> dict[str, int]:
+        """Records, bytes and quarantine, as the last transaction left them, and the file's size in bytes."""
+        with self._entered(), self._begin() as txn:
+            usage = Usage.parse(txn.get(USAGE_KEY, db=self._meta))
+            records = txn.stat(self._index)["entries"]
+        file_bytes = (self.folder / DATA_NAME).stat().st_size
+        return {"records": records, **usage.figures(), "file_bytes": file_bytes, "capacity_bytes": self.capacity_bytes}
+
+    def close(self) -> None:
+        """Wait for calls in flight, sync, and give the shard up. Twice is allowed; in a fork's child it does nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._gate:
+            if self._closing:
+                return
+            self._closing = True
+            if not self._gate.wait_for(lambda: self._active == 0, CLOSE_TIMEOUT):
+                log.error("%s: closed with %d calls still in flight; left mapped", self.folder, self._active)
+                return
+        try:
+            if self.writable and not self.sync:
+                self._env.sync(True)
+                self._mark(clean=True)
+        finally:
+            self._env.close()
+            self.store_file.close()
+            _opened.discard(self._opened_as)
+
+
+_NEVER: Final = StoreState(b"", b"", True, 0)
+_opened: set[str] = set()
+_opened_lock = threading.Lock()
+os.register_at_fork(after_in_child=_opened.clear)
+
+
+def _claim(folder: Path) -> str:
+    """Note that this process opens the shard; raises StoreAlreadyOpen."""
+    name = os.path.realpath(folder)
+    with _opened_lock:
+        if name in _opened:
+            raise StoreAlreadyOpen(
+                f"{folder} is open in this process already: share that KVStore (any thread may call it, "
+                "`attach` binds another cache), or close it first"
+            )
+        _opened.add(name)
+    return name

@@ -1,0 +1,175 @@
+"""The checksum of KV blocks: constants, tags, record classes and the plain numpy reference.
+
+docs/checksum.md has the mathematics. The fast implementations live behind `kvstore.transfer`; this module
+is what they are tested against, and depends on numpy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidBlockHash, InvalidPosition
+
+UInt64Array = npt.NDArray[np.uint64]
+
+MAX_KV_HEADS_PER_LAYER = 2**16
+"""Heads a layer may have: layer and head share one odd factor (vLLM's kv_checksum)."""
+BLOCK_CHECKSUM_BYTES = 8
+"""Bytes of one block's checksum."""
+PIECE_BYTES = 8
+"""Bytes of a piece, the unit that the sum weighs: 8 bytes, little-endian."""
+MIN_HASH_BYTES = 8
+MAX_HASH_BYTES = 64
+"""A block hash is opaque and has 8 to 64 bytes."""
+MASK64 = 2**64 - 1
+
+
+def num_valid_tokens(position: int, block_size: int, num_tokens: int) -> int:
+    """Tokens of a request of `num_tokens` that lie in its block at `position`.
+
+    Raises InvalidPosition where an argument is negative or block_size is not positive.
+    """
+    if position < 0 or block_size <= 0 or num_tokens < 0:
+        raise InvalidPosition(
+            f"position {position}, block_size {block_size}, num_tokens {num_tokens}: expected position and "
+            "num_tokens of at least 0 and a block_size of at least 1"
+        )
+    return min(block_size, max(0, num_tokens - position * block_size))
+
+
+def slice_factor(layer: int, head: int) -> int:
+    """The odd factor m = 2*(layer*MAX_KV_HEADS_PER_LAYER + head) + 1 of a slice, mod 2**64."""
+    return (2 * (layer * MAX_KV_HEADS_PER_LAYER + head) + 1) & MASK64
+
+
+def slice_factors(layers: npt.ArrayLike, heads: npt.ArrayLike) -> UInt64Array:
+    """`slice_factor` over arrays of global layer and head numbers (broadcast): uint64."""
+    layer, head = np.asarray(layers, np.uint64), np.asarray(heads, np.uint64)
+    return np.asarray(np.uint64(2) * (layer * np.uint64(MAX_KV_HEADS_PER_LAYER) + head) + np.uint64(1), np.uint64)
+
+
+def reference_slice_checksum(cells: npt.NDArray[np.uint8], first_token: int) -> int:
+    """s = sum of x_j * (2*j + 1) mod 2**64 over the 8-byte pieces of one slice.
+
+    cells: (tokens, cell bytes) uint8, K then V of each token, a whole number of pieces; first_token: the
+    number of the first one in its request, so that j = token*pieces + piece counts from the request's start.
+    """
+    pieces = np.ascontiguousarray(cells).view("<u8").astype(np.uint64)
+    index = np.arange(pieces.size, dtype=np.uint64) + np.uint64(first_token * pieces.shape[1] & MASK64)
+    return int(np.sum(pieces.reshape(-1) * (np.uint64(2) * index + np.uint64(1)), dtype=np.uint64))
+
+
+def reference_state_row_checksum(row: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]) -> int:
+    """s of one row of a Mamba state: its 2- or 4-byte elements, read unsigned, are the pieces, at position 0."""
+    elements = row.astype(np.uint64)
+    index = np.arange(elements.size, dtype=np.uint64)
+    return int(np.sum(elements * (np.uint64(2) * index + np.uint64(1)), dtype=np.uint64))
+
+
+def reference_block_checksum(slices: Iterable[tuple[int, int, int]]) -> int:
+    """c = sum of m*s mod 2**64 over (layer, head, s) of a block's slices, or over the parts that a rank has."""
+    return sum(slice_factor(layer, head) * s for layer, head, s in slices) & MASK64
+
+
+def weighted_sums(slice_sums: UInt64Array, factors: UInt64Array) -> UInt64Array:
+    """c of each block: (blocks, slices) of s and (slices,) of m give (blocks,) uint64, mod 2**64."""
+    return np.asarray((slice_sums * factors).sum(axis=1, dtype=np.uint64), np.uint64)
+
+
+def check_block_hash(block_hash: object, index: int = 0) -> bytes:
+    """The hash as bytes; raises InvalidBlockHash unless it is bytes of MIN_HASH_BYTES to MAX_HASH_BYTES."""
+    if not isinstance(block_hash, bytes | bytearray | memoryview):
+        raise InvalidBlockHash(f"block_hashes[{index}] is a {type(block_hash).__name__}: expected bytes")
+    value = bytes(block_hash)
+    if not MIN_HASH_BYTES <= len(value) <= MAX_HASH_BYTES:
+        raise InvalidBlockHash(
+            f"block_hashes[{index}] has {len(value)} bytes: expected {MIN_HASH_BYTES} to {MAX_HASH_BYTES}; "
+            "pass the engine's chained hash unchanged"
+        )
+    return value
+
+
+def block_checksum_tags(block_hashes: Sequence[bytes], fingerprint: int) -> UInt64Array:
+    """The tag of each block, (blocks,) uint64: the hash's first 8 bytes, little-endian, XOR the group's fingerprint.
+
+    A stored checksum is XORed with the tag, so that it matches only under the hash and layers it was stored
+    for (vLLM's kv_checksum). Raises InvalidBlockHash.
+    """
+    heads = b"".join(check_block_hash(h, i)[:MIN_HASH_BYTES] for i, h in enumerate(block_hashes))
+    return np.frombuffer(heads, "<u8").astype(np.uint64) ^ np.uint64(fingerprint & MASK64)
+
+
+class ReplicaKey(NamedTuple):
+    """Which copy of replicated KV a partial checksum covers: one of `replicas`."""
+
+    replicas: int
+    replica_index: int
+
+
+@dataclass(frozen=True)
+class KVChecksumBlocks:
+    """The blocks of one request: group -> (position of the first block, ids at consecutive positions)."""
+
+    num_tokens: int
+    groups: Mapping[int, tuple[int, list[int]]]
+
+
+@dataclass(frozen=True)
+class KVChecksumScheduled:
+    """What a step checksums, by request.
+
+    reqs_to_send: after this step's forward, when the KV is final; reqs_to_recv: once the load that this step
+    started has finished; reqs_to_load: loads of offloaded KV, against their stored checksums.
+    """
+
+    reqs_to_send: Mapping[str, KVChecksumBlocks] = field(default_factory=dict)
+    reqs_to_recv: Mapping[str, KVChecksumBlocks] = field(default_factory=dict)
+    reqs_to_load: Mapping[str, KVChecksumBlocks] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KVChecksumGroup:
+    """Partial checksums of one group of a request, from position `start` on.
+
+    values: (positions, len(replica_keys)) uint64; stored: (positions,) uint64, the untagged checksums that
+    offloaded KV was stored with, each the sum over its parts, or None where nothing was loaded.
+    """
+
+    start: int
+    replica_keys: list[ReplicaKey]
+    values: UInt64Array
+    stored: UInt64Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.start < 0:
+            raise InvalidPosition(f"start is {self.start}: expected a block position of at least 0")
+        if self.values.ndim != 2 or self.values.shape[1] != len(self.replica_keys):
+            raise InvalidPosition(
+                f"values has the shape {self.values.shape}: expected (positions, {len(self.replica_keys)}), "
+                "a column for each replica key"
+            )
+        if self.stored is not None and self.stored.shape != self.values.shape[:1]:
+            raise InvalidPosition(f"stored has the shape {self.stored.shape}: expected {self.values.shape[:1]}")
+
+
+@dataclass(frozen=True)
+class KVChecksumRecord:
+    """What one worker reports of one step.
+
+    checksums: request -> group -> its partial checksums; every request that the worker processed has an entry,
+    empty if none of its groups is here. skipped_groups: groups that cannot be checksummed. fingerprints: per
+    group the sum over this worker's layers, to be summed over pipeline stages. received: checksums that came in
+    a connector's own messages, reported by the first worker only.
+    """
+
+    pp_rank: int
+    tp_rank: int
+    checksums: Mapping[str, Mapping[int, KVChecksumGroup]] = field(default_factory=dict)
+    skipped_groups: frozenset[int] = frozenset()
+    fingerprints: Mapping[int, int] = field(default_factory=dict)
+    received: Mapping[str, bytes] = field(default_factory=dict)

@@ -1,0 +1,55 @@
+"""Payload codecs: how a chunk's raw bytes are stored. A chunk is encoded as a whole and decoded alone.
+
+Under every codec a chunk whose stored length is its raw length is stored raw.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import ConfigError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Codec(Protocol):
+    """One way to store a chunk. Stateless: any thread may call it."""
+
+    number: int
+    name: str
+
+    def encode(self, raw: Bytes) -> memoryview:
+        """The stored bytes of one chunk, at most as many as raw; valid until raw changes."""
+
+    def decode(self, stored: memoryview, out: Bytes) -> str | None:
+        """Fill out, (raw length,) uint8, from untrusted bytes; None, or what is wrong with them."""
+
+
+class RawCodec:
+    """Stored bytes are the raw bytes."""
+
+    number = 0
+    name = "raw"
+
+    def encode(self, raw: Bytes) -> memoryview:
+        return memoryview(raw)
+
+    def decode(self, stored: memoryview, out: Bytes) -> str | None:
+        if len(stored) != out.size:
+            return f"{len(stored)} raw bytes, expected {out.size}"
+        np.copyto(out, np.frombuffer(stored, np.uint8))
+        return None
+
+
+CODECS: Final[dict[int, Codec]] = {codec.number: codec for codec in (RawCodec(),)}
+
+
+def codec_named(name: str) -> Codec:
+    """The codec of that name; raises ConfigError."""
+    for codec in CODECS.values():
+        if codec.name == name:
+            return codec
+    raise ConfigError(f"codec {name!r}: expected one of {', '.join(c.name for c in CODECS.values())}")

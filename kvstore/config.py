@@ -1,0 +1,59 @@
+"""StoreConfig: what an operator chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.codec import codec_named
+from kvstore.errors import ConfigError
+
+MIB: Final = 2**20
+DURABILITIES: Final = ("commit", "process")
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """capacity_bytes: the most that the shard's data.mdb may take; at least 1 MiB, and sparse until used.
+
+    durability: "commit", what put reports as stored survives a power loss; "process", it survives the process and
+    is faster, and a store that was not closed before the machine went down is emptied at the next opening.
+    codec: "raw". batch_bytes: the most block bytes a transaction writes (None: 16 MiB in commit mode, where a sync
+    is shared; 4 MiB in process mode, where small transactions keep memory warm). read_batch_bytes: the most block
+    bytes that one snapshot reads. quarantine_bytes: the bound on condemned records. threads: of the submit_ calls.
+
+    Raises ConfigError.
+    """
+
+    capacity_bytes: int = 16 * 1024 * MIB
+    durability: str = "commit"
+    codec: str = "raw"
+    batch_bytes: int | None = None
+    read_batch_bytes: int = 64 * MIB
+    quarantine_bytes: int = 64 * MIB
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        if self.durability not in DURABILITIES:
+            raise ConfigError(f"durability {self.durability!r}: expected one of {', '.join(DURABILITIES)}")
+        codec_named(self.codec)
+        lowest = {"capacity_bytes": MIB, "read_batch_bytes": 1, "quarantine_bytes": 0, "threads": 1}
+        for name, least in lowest.items():
+            _check(name, getattr(self, name), least)
+        if self.batch_bytes is not None:
+            _check("batch_bytes", self.batch_bytes, 1)
+
+    @property
+    def sync(self) -> bool:
+        """Whether every transaction is synced."""
+        return self.durability == "commit"
+
+    @property
+    def write_batch_bytes(self) -> int:
+        """The bound on a transaction's block bytes."""
+        return self.batch_bytes if self.batch_bytes is not None else (16 if self.sync else 4) * MIB
+
+
+def _check(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {value!r}: expected an integer of at least {least}")

@@ -1,0 +1,160 @@
+"""Who may reuse a block: the identity of the unsharded model, and the fingerprints of its layers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from kvstore.checksum import MASK64, MAX_KV_HEADS_PER_LAYER, PIECE_BYTES
+from kvstore.errors import ConfigError, IdentityError, UnsupportedCache
+
+IDENTITY_ID_BYTES = 16
+LAYER_TYPES = ("full", "sliding", "chunked", "cross", "mla", "mamba")
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of the unsharded model. kv_heads counts all ranks' heads; k_bytes and v_bytes are one head's
+    bytes of one token; group is the KV cache group that the layer belongs to."""
+
+    name: str
+    type: str
+    dtype: str
+    kv_heads: int
+    k_bytes: int
+    v_bytes: int
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.name or not isinstance(self.name, str):
+            raise IdentityError(f"a layer's name is {self.name!r}: expected a non-empty string")
+        if self.type not in LAYER_TYPES:
+            raise IdentityError(f"layer {self.name}: type {self.type!r}: expected one of {', '.join(LAYER_TYPES)}")
+        if not 1 <= self.kv_heads <= MAX_KV_HEADS_PER_LAYER:
+            raise IdentityError(f"layer {self.name}: {self.kv_heads} KV heads: expected 1 to {MAX_KV_HEADS_PER_LAYER}")
+        if min(self.k_bytes, self.v_bytes) < 0 or self.k_bytes % PIECE_BYTES or self.v_bytes % PIECE_BYTES:
+            raise IdentityError(
+                f"layer {self.name}: K of {self.k_bytes} and V of {self.v_bytes} bytes: expected multiples of 8"
+            )
+
+
+@dataclass(frozen=True)
+class CacheIdentity:
+    """What must be equal for KV to be reusable, described for the unsharded model.
+
+    model, revision: the weights, as their owner names them (a path, a hub name and commit, a digest).
+    dtype, quantization: what the model computes in. extra: whatever else changes KV and is not in the block
+    hash (scales of an fp8 cache, rope settings, adapters and salts that the hash leaves out), as plain values.
+    layers: every layer of the model; None takes them from the cache, which needs a cache that holds the
+    whole model. The split over ranks, the block size and the memory layout are not part of it.
+
+    Raises IdentityError for an empty model or values that are not plain.
+    """
+
+    model: str
+    revision: str = ""
+    dtype: str = ""
+    quantization: str = ""
+    extra: Mapping[str, Scalar] = field(default_factory=dict)
+    layers: tuple[LayerSpec, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "revision", "dtype", "quantization"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or (name == "model" and not value):
+                raise IdentityError(f"identity: {name} is {value!r}: expected a {'non-empty ' * (name == 'model')}str")
+        for key, extra in self.extra.items():
+            if not isinstance(key, str) or not isinstance(extra, Scalar):
+                raise IdentityError(f"identity: extra[{key!r}] is {extra!r}: expected str, int, float, bool or None")
+        if self.layers is not None:
+            ordered = tuple(sorted(self.layers, key=lambda layer: layer.name))
+            if len({layer.name for layer in ordered}) != len(ordered):
+                raise IdentityError("identity: two layers have one name: describe each layer of the model once")
+            object.__setattr__(self, "layers", ordered)
+
+    def with_layers(self, layers: Iterable[LayerSpec]) -> CacheIdentity:
+        """This identity with `layers`, where it has none of its own."""
+        return self if self.layers is not None else replace(self, layers=tuple(layers))
+
+    def canonical_json(self) -> str:
+        """The identity as JSON with sorted keys and no spaces: equal text means equal identity."""
+        layers = [
+            [layer.name, layer.type, layer.dtype, layer.kv_heads, layer.k_bytes, layer.v_bytes, layer.group]
+            for layer in self.layers or ()
+        ]
+        text = {
+            "model": self.model,
+            "revision": self.revision,
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "extra": dict(self.extra),
+            "layers": layers,
+        }
+        try:
+            return json.dumps(text, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+        except ValueError as error:
+            raise IdentityError(f"identity: extra {dict(self.extra)!r} holds a value that JSON has not: {error}") from None
+
+    def digest(self) -> bytes:
+        """The identity id: 16 bytes of BLAKE2b over the canonical JSON."""
+        return hashlib.blake2b(self.canonical_json().encode(), digest_size=IDENTITY_ID_BYTES).digest()
+
+
+def layer_fingerprint(layer: LayerSpec) -> int:
+    """One layer's uint64: 8 bytes of BLAKE2b, little-endian, over the JSON of [name, type, dtype]."""
+    text = json.dumps([layer.name, layer.type, layer.dtype], separators=(",", ":"), ensure_ascii=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def layers_fingerprint(layers: Iterable[LayerSpec]) -> int:
+    """Sum of the layers' fingerprints mod 2**64: the parts of pipeline stages add up to the model's."""
+    return sum(layer_fingerprint(layer) for layer in layers) & MASK64
+
+
+def group_fingerprint(identity: CacheIdentity, group: int) -> int:
+    """A group's fingerprint: the sum over its layers in the model, and 64 bits of the identity added once."""
+    members = (layer for layer in identity.layers or () if layer.group == group)
+    return (layers_fingerprint(members) + int.from_bytes(identity.digest()[:8], "little")) & MASK64
+
+
+def layer_number(name: str) -> int:
+    """The number in a layer's name ("model.layers.12.self_attn.attn" is 12).
+
+    Raises UnsupportedCache where the name has none, or more than one.
+    """
+    numbers = [int(part) for part in name.split(".") if re.fullmatch(r"[0-9]+", part)]
+    if len(numbers) != 1 or numbers[0] >= 2**31:
+        raise UnsupportedCache(
+            f"layer {name!r}: {len(numbers)} numbers in its name, expected exactly one below 2**31, as in "
+            "'model.layers.12.self_attn.attn'; the checksum numbers layers by it"
+        )
+    return numbers[0]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One worker of a tensor- and pipeline-parallel engine. Raises ConfigError out of range."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, rank, size in (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size)):
+            if not (isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size <= 2**16):
+                raise ConfigError(f"{name}_rank {rank!r} of {name}_size {size!r}: expected 0 <= rank < size")
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank alone holds the model."""
+        return self.tp_size == self.pp_size == 1
+
+    @property
+    def folder(self) -> str:
+        """The shard's folder name; made of integers alone, so that no name ever becomes a path."""
+        return f"tp{self.tp_rank}of{self.tp_size}-pp{self.pp_rank}of{self.pp_size}"

@@ -1,0 +1,163 @@
+"""put: blocks from the engine's cache to the shard."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from kvstore.blockdb import NewRecord
+from kvstore.checksum import UInt64Array, weighted_sums
+from kvstore.record import Directory, Header, parse_header
+from kvstore.results import PutResult
+from kvstore.shard import GroupView, Shard
+from kvstore.span import Span
+
+log = logging.getLogger(__name__)
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Save:
+    """One put_blocks call. Belongs to the calling thread.
+
+    The content checksum is a pass over the engine's blocks by the caller's ids. Staging is summed before the
+    commit and must agree slice by slice: a wrong gather, or a source that changed meanwhile, fails that block.
+    """
+
+    shard: Shard
+    view: GroupView
+    keys: list[bytes]
+    hashes: list[bytes]
+    span: Span
+    parent: bytes | None
+
+    def run(self) -> PutResult:
+        """Store what is not present, in transactions of bounded size."""
+        count = len(self.span)
+        stored, present, failed = np.zeros(count, bool), self._present(), dict[int, str]()
+        todo = np.flatnonzero(~present)
+        pool = self.shard.staging(self.view.plan.raw_length)
+        step = pool.nbytes // self.view.plan.raw_length
+        for start in range(0, todo.size, step):
+            with pool.borrow() as buffer:
+                outcomes = self._save(todo[start : start + step], buffer)
+            for index, outcome in outcomes.items():
+                stored[index], present[index] = outcome == "stored", outcome == "present"
+                if outcome not in ("stored", "present"):
+                    failed[index] = outcome
+        self._count(stored, present, failed)
+        return PutResult(stored, present, failed)
+
+    def _present(self) -> npt.NDArray[np.bool_]:
+        try:
+            with self.shard.db.read() as snapshot:
+                values = [snapshot.header(key) for key in self.keys]
+        except lmdb.Error:
+            log.exception("%s: put could not look its keys up, and writes them", self.shard.db.folder)
+            return np.zeros(len(self.span), bool)
+        return np.array([v is not None and self._keeps(i, v) for i, v in enumerate(values)], bool)
+
+    def _keeps(self, index: int, value: bytes) -> bool:
+        """Whether the index entry already answers for this block, so that nothing need be written."""
+        key = self.keys[index]
+        header = parse_header(value, key)
+        return (
+            isinstance(header, Header)
+            and not self.shard.refused.holds(key, value)
+            and header.valid_tokens == self.span.valid[index]
+            and self.view.misfit(header, self.span.start + index) is None
+        )
+
+    def _save(self, indices: npt.NDArray[np.int64], buffer: Bytes) -> dict[int, str]:
+        """Store one transaction's blocks: {index: "stored", "present" or the reason of a failure}."""
+        span, raw = self.span.take(indices), self.view.plan.raw_length
+        staging = buffer[: len(span) * raw].reshape(len(span), raw)
+        sums = self.view.path.checksum(span)
+        self.view.path.gather(span, staging)
+        agree = (sums == self.view.path.staging_checksum(span, staging)).all(axis=1)
+        outcomes = dict.fromkeys(indices[~agree].tolist(), "source_changed")
+        rows = np.flatnonzero(agree)
+        if rows.size:
+            hashes = [self.hashes[i] for i in indices[rows]]
+            tagged = weighted_sums(sums[rows], self.view.group.factors) ^ self.view.tags(hashes)
+            records = [
+                self._record(int(indices[row]), staging[row], sums[row], int(tag))
+                for row, tag in zip(rows, tagged, strict=True)
+            ]
+            outcomes |= self._write(indices[rows].tolist(), records)
+        return outcomes
+
+    def _record(self, index: int, raw: Bytes, sums: UInt64Array, tagged: int) -> NewRecord:
+        plan, codec = self.view.plan, self.shard.codec
+        chunks = [codec.encode(raw[a:b]) for a, b in zip(plan.bounds, plan.bounds[1:], strict=False)]
+        lengths = np.array([len(chunk) for chunk in chunks], np.int64)
+        hashes = np.array([xxh3_64_intdigest(chunk) for chunk in chunks], np.uint64)
+        directory = Directory(sums, lengths, hashes).encode()
+        parent = self.hashes[index - 1] if index else self.parent
+        header = Header(
+            codec=codec.number,
+            block_size=self.view.group.block_size,
+            raw_length=plan.raw_length,
+            stored_length=int(lengths.sum()) + len(directory),
+            position=self.span.start + index,
+            valid_tokens=int(self.span.valid[index]),
+            fingerprint=self.view.fingerprint,
+            tagged_checksum=tagged,
+            directory_length=len(directory),
+            directory_hash=xxh3_64_intdigest(directory),
+            key=self.keys[index],
+            parent=parent or b"",
+            geometry=self.view.geometry,
+        )
+        return NewRecord(header, directory, chunks)
+
+    def _write(self, indices: Sequence[int], records: Sequence[NewRecord]) -> dict[int, str]:
+        """Write in one transaction, or one by one where that is too much for the room that is left."""
+        try:
+            return self._commit(indices, records)
+        except lmdb.MapFullError:
+            if len(records) == 1:
+                return {indices[0]: "store_full"}
+        except (lmdb.Error, OSError, OverflowError) as error:
+            reason = self._why(records)
+            log.error("%s: %d blocks not stored: %s: %s", self.shard.db.folder, len(records), reason, error)
+            return dict.fromkeys(indices, reason)
+        outcomes = dict.fromkeys(indices, "store_full")
+        for index, record in zip(indices, records, strict=True):
+            one = self._write([index], [record])
+            outcomes |= one
+            if one[index] == "store_full":
+                break
+        return outcomes
+
+    def _commit(self, indices: Sequence[int], records: Sequence[NewRecord]) -> dict[int, str]:
+        index_of = {self.keys[i]: i for i in indices}
+        identity = (self.shard.identity_id, self.shard.identity_json)
+        written = self.shard.db.write(records, identity, lambda key, old: self._keeps(index_of[key], old))
+        for index, value in zip(indices, written, strict=True):
+            if value is not None:
+                self.shard.refused.discard(self.keys[index])
+        return {i: "present" if v is None else "stored" for i, v in zip(indices, written, strict=True)}
+
+    def _why(self, records: Sequence[NewRecord]) -> str:
+        """LMDB does not say that a disk is full; the file system does."""
+        disk = os.statvfs(self.shard.db.folder)
+        needed = sum(record.header.stored_length for record in records)
+        return "disk_full" if disk.f_bavail * disk.f_frsize < 2 * needed else "io_error"
+
+    def _count(
+        self, stored: npt.NDArray[np.bool_], present: npt.NDArray[np.bool_], failed: dict[int, str]
+    ) -> None:
+        counters = self.shard.counters
+        counters.add("put_stored", int(stored.sum()))
+        counters.add("put_present", int(present.sum()))
+        counters.add("put_bytes", int(stored.sum()) * self.view.plan.raw_length)
+        for reason in failed.values():
+            counters.add(f"put_failed_{reason}")

@@ -1,0 +1,170 @@
+"""What the loads and saves of one open shard share: database, counters, refused keys, staging memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.blockdb import BlockDB
+from kvstore.cache import CacheGroup
+from kvstore.checksum import UInt64Array, block_checksum_tags
+from kvstore.codec import Codec
+from kvstore.config import StoreConfig
+from kvstore.geometry import ChunkPlan, chunk_plan, describe, encode_geometry
+from kvstore.identity import CacheIdentity, group_fingerprint
+from kvstore.record import SEQUENCE_FIELD, Header, record_key
+from kvstore.results import Rejection
+from kvstore.transfer import HostPath, host_path
+
+MAX_REFUSED: Final = 2**16
+STAGING_BUFFERS: Final = 2
+Bytes = npt.NDArray[np.uint8]
+
+
+class Counters:
+    """Named counts. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count `amount` more."""
+        if amount:
+            with self._lock:
+                self._counts[name] += amount
+
+    def figures(self) -> dict[str, int]:
+        """All counts, by name."""
+        with self._lock:
+            return dict(sorted(self._counts.items()))
+
+
+class Refused:
+    """Keys whose record was refused: a miss in this store object until another record lies there.
+
+    Bound to the sequence number in the index entry, and to MAX_REFUSED keys, the oldest going first (such a record
+    would be refused again). Any thread may call it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sequences: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def add(self, key: bytes, value: bytes) -> None:
+        """Refuse the index entry `value` under this key."""
+        with self._lock:
+            self._sequences[key] = value[SEQUENCE_FIELD]
+            if len(self._sequences) > MAX_REFUSED:
+                self._sequences.popitem(last=False)
+
+    def holds(self, key: bytes, value: bytes) -> bool:
+        """Whether this index entry was refused."""
+        return bool(self._sequences) and self._sequences.get(key) == value[SEQUENCE_FIELD]
+
+    def discard(self, key: bytes) -> None:
+        """The key was put again."""
+        with self._lock:
+            self._sequences.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+
+class StagingPool:
+    """Buffers of one size, at most STAGING_BUFFERS, made when first needed and kept. Any thread may borrow."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._free: queue.SimpleQueue[Bytes | None] = queue.SimpleQueue()
+        for _ in range(STAGING_BUFFERS):
+            self._free.put(None)
+
+    @contextmanager
+    def borrow(self) -> Iterator[Bytes]:
+        """A buffer of nbytes, for the time of the block; waits while all are borrowed."""
+        buffer = self._free.get()
+        try:
+            if buffer is None:
+                buffer = np.empty(self.nbytes, np.uint8)
+            yield buffer
+        finally:
+            self._free.put(buffer)
+
+
+@dataclass(eq=False)
+class Shard:
+    """One open shard, shared by every KVStore that is attached to it."""
+
+    db: BlockDB
+    identity: CacheIdentity
+    config: StoreConfig
+    codec: Codec
+    counters: Counters = field(default_factory=Counters)
+    refused: Refused = field(default_factory=Refused)
+    _pools: dict[int, StagingPool] = field(default_factory=dict)
+
+    @cached_property
+    def identity_id(self) -> bytes:
+        return self.identity.digest()
+
+    @cached_property
+    def identity_json(self) -> bytes:
+        return self.identity.canonical_json().encode()
+
+    def staging(self, block_bytes: int) -> StagingPool:
+        """The pool whose buffers hold one transaction's blocks, or one block where that is more."""
+        nbytes = max(1, self.config.write_batch_bytes // block_bytes) * block_bytes
+        pool = self._pools.get(nbytes)
+        return pool if pool is not None else self._pools.setdefault(nbytes, StagingPool(nbytes))
+
+
+class GroupView:
+    """One cache group as a shard's records describe it: what its headers must say, and how its bytes travel.
+
+    Immutable after construction: any thread may use it. Raises UnsupportedCache for a group that no record can hold.
+    """
+
+    def __init__(self, group: CacheGroup, identity: CacheIdentity) -> None:
+        self.group = group
+        self.path: HostPath = host_path(group)
+        self.geometry = encode_geometry(group)
+        self.plan: ChunkPlan = chunk_plan(group.slice_bytes)
+        self.fingerprint = group_fingerprint(identity, group.number)
+        self._prefix = record_key(identity.digest(), group.number, b"")
+
+    def keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
+        """The index keys of block hashes."""
+        return [self._prefix + h for h in block_hashes]
+
+    def tags(self, block_hashes: Sequence[bytes]) -> UInt64Array:
+        """The tags of block hashes: (blocks,) uint64."""
+        return block_checksum_tags(block_hashes, self.fingerprint)
+
+    def same_shape(self, header: Header) -> bool:
+        """Whether a record has this group's geometry and lengths."""
+        return (
+            header.geometry == self.geometry
+            and header.block_size == self.group.block_size
+            and header.raw_length == self.plan.raw_length
+        )
+
+    def misfit(self, header: Header, position: int) -> Rejection | None:
+        """Why an intact record cannot answer for a block at this position, None where it can."""
+        if header.fingerprint != self.fingerprint:
+            return Rejection("fingerprint", f"stored for layers {header.fingerprint:016x}, asked {self.fingerprint:016x}")
+        if not self.same_shape(header):
+            stored, asked = describe(header.block_size, header.geometry), describe(self.group.block_size, self.geometry)
+            return Rejection("geometry", f"stored: {stored}; asked: {asked}")
+        if header.position != position:
+            return Rejection("position", f"stored at position {header.position}, asked at {position}")
+        return None

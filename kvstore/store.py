@@ -1,0 +1,311 @@
+"""KVStore: KV blocks on disk, given back only when they can be shown to be the ones that were stored."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import lmdb
+
+from kvstore.blockdb import BlockDB
+from kvstore.cache import PagedKVCache
+from kvstore.checksum import check_block_hash
+from kvstore.codec import codec_named
+from kvstore.config import StoreConfig
+from kvstore.errors import (
+    ConfigError,
+    IdentityError,
+    InvalidCache,
+    ReadOnlyStore,
+    StorePathError,
+    UnsupportedCache,
+)
+from kvstore.identity import CacheIdentity, LayerSpec, Rank
+from kvstore.loading import Load
+from kvstore.record import Header, parse_header
+from kvstore.results import GetResult, PutResult
+from kvstore.saving import Save
+from kvstore.shard import GroupView, Shard
+from kvstore.span import check_hashes, check_span
+
+
+class KVStore:
+    """One rank's shard of a store of KV blocks, bound to the paged cache that blocks are copied from and to.
+
+    path: the store's folder; the shard is a folder in it. cache: where the engine keeps its blocks. identity: what
+    must be equal for KV to be reusable. mode: "rw", one writer a shard, or "r". io: "inline", in this process.
+
+    The caller owns it and closes it (or uses `with`); close waits for calls in flight. Any thread may call it, also
+    several at once, as long as calls in flight at one time do not touch the same engine blocks. After close every
+    call raises StoreClosed; in the child of a fork every call raises StoreForked.
+
+    Raises StorePathError, StorePermissionError, StoreLocked, StoreAlreadyOpen, StoreDamaged, UnsupportedFormat,
+    IdentityError, ConfigError or UnsupportedCache; then nothing on disk was changed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        cache: PagedKVCache,
+        identity: CacheIdentity,
+        config: StoreConfig | None = None,
+        *,
+        rank: Rank | None = None,
+        mode: str = "rw",
+        io: str = "inline",
+    ) -> None:
+        config, rank = config or StoreConfig(), rank or Rank()
+        _check_types(cache, identity, config, rank)
+        if mode not in ("r", "rw") or io != "inline":
+            raise ConfigError(f'mode {mode!r} and io {io!r}: expected mode "r" or "rw", and io "inline"')
+        complete = _complete(identity, cache, rank)
+        self._bind(cache, complete)
+        folder = _root(path) / rank.folder
+        db = BlockDB(folder, config.capacity_bytes, config.sync, mode == "rw", config.quarantine_bytes)
+        self._shard = Shard(db, complete, config, codec_named(config.codec))
+        self._owner, self._pool = True, None
+        self._pool_lock = threading.Lock()
+        try:
+            self._check_identity()
+        except BaseException:
+            db.close()
+            raise
+
+    def _bind(self, cache: PagedKVCache, identity: CacheIdentity) -> None:
+        _check_layers(cache, identity)
+        self._cache = cache
+        self._views = {number: GroupView(group, identity) for number, group in cache.groups.items()}
+
+    def _check_identity(self) -> None:
+        try:
+            stored = self._shard.db.identity(self._shard.identity_id)
+        except lmdb.Error:
+            return
+        if stored is not None and stored != self._shard.identity_json:
+            raise IdentityError(
+                f"{self._shard.db.folder}: the identity id {self._shard.identity_id.hex()} belongs to another identity, "
+                f"{stored[:200]!r}: give this model a path of its own"
+            )
+
+    def attach(self, cache: PagedKVCache) -> KVStore:
+        """A KVStore over the same open shard whose blocks lie in another cache of the same model.
+
+        It shares database, counters and refused keys; closing it does nothing, closing this one ends both.
+        Raises IdentityError or UnsupportedCache where the cache does not fit the identity.
+        """
+        if not isinstance(cache, PagedKVCache):
+            raise InvalidCache(f"cache is a {type(cache).__name__}: expected PagedKVCache.from_tensors(...)")
+        other = object.__new__(type(self))
+        other._bind(cache, self._shard.identity)
+        other._shard, other._owner, other._pool = self._shard, False, None
+        other._pool_lock = threading.Lock()
+        return other
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The cache that this object copies blocks from and to."""
+        return self._cache
+
+    @property
+    def identity(self) -> CacheIdentity:
+        """The identity, with the layers of the unsharded model."""
+        return self._shard.identity
+
+    @property
+    def folder(self) -> Path:
+        """The shard's folder."""
+        return self._shard.db.folder
+
+    def put_blocks(
+        self,
+        block_hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        start: int = 0,
+        num_tokens: int | None = None,
+        group: int = 0,
+        parent: bytes | None = None,
+    ) -> PutResult:
+        """Store consecutive blocks of one request from the engine's cache.
+
+        block_hashes: the chained hash of each block, 8 to 64 bytes; block_ids: where each lies in the cache; start:
+        the first block's position in the request; num_tokens: the request's token count, by default all blocks are
+        full; parent: the hash before the first. What is `stored` in the result is as durable as the configuration
+        says. Raises InvalidBlockHash, LengthMismatch, InvalidBlockId, InvalidPosition, NoValidTokens, UnknownGroup,
+        ReadOnlyStore, StoreClosed or StoreForked; then nothing was stored.
+        """
+        self._shard.db.check_open()
+        view = self._view(group)
+        if not self._shard.db.writable:
+            raise ReadOnlyStore(f'{self.folder} was opened with mode="r": open it with mode="rw" to put blocks')
+        hashes = check_hashes(block_hashes, len(block_ids))
+        before = None if parent is None else check_block_hash(parent)
+        span = check_span(view.group, block_ids, start, num_tokens)
+        return Save(self._shard, view, view.keys(hashes), hashes, span, before).run()
+
+    def get_blocks(
+        self,
+        block_hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        start: int = 0,
+        num_tokens: int | None = None,
+        group: int = 0,
+    ) -> GetResult:
+        """Load consecutive blocks of one request into the engine's cache, and verify them there.
+
+        Arguments and exceptions as `put_blocks`. Only blocks with `verified` may be used: the others' contents are
+        undefined. Slots past the last valid token are never written.
+        """
+        self._shard.db.check_open()
+        view = self._view(group)
+        hashes = check_hashes(block_hashes, len(block_ids))
+        span = check_span(view.group, block_ids, start, num_tokens)
+        return Load(self._shard, view, view.keys(hashes), hashes, span).run()
+
+    def match_prefix(self, block_hashes: Sequence[bytes] | Mapping[int, Sequence[bytes]], group: int = 0) -> int:
+        """How many leading blocks of a request are here. No side effects; a later get may still refuse one.
+
+        block_hashes: from position 0; or {group: hashes} for several groups, where a prefix ends as soon as one
+        group's does. Raises InvalidBlockHash, UnknownGroup, StoreClosed or StoreForked.
+        """
+        self._shard.db.check_open()
+        if isinstance(block_hashes, Mapping):
+            return min((self.match_prefix(hashes, number) for number, hashes in block_hashes.items()), default=0)
+        view = self._view(group)
+        keys = view.keys([check_block_hash(h, i) for i, h in enumerate(block_hashes)])
+        try:
+            with self._shard.db.read() as snapshot:
+                for position, key in enumerate(keys):
+                    value = snapshot.header(key)
+                    if value is None or not self._answers(view, key, value, position):
+                        return position
+        except lmdb.Error:
+            self._shard.counters.add("match_failed")
+            return 0
+        return len(keys)
+
+    def _answers(self, view: GroupView, key: bytes, value: bytes, position: int) -> bool:
+        """Whether a get would try this index entry. A damaged one counts: the get refuses it, and says so."""
+        if self._shard.refused.holds(key, value):
+            return False
+        header = parse_header(value, key)
+        return not isinstance(header, Header) or view.misfit(header, position) is None
+
+    def touch(self, block_hashes: Sequence[bytes], group: int = 0) -> None:
+        """A request came that wants these blocks. Counted; nothing is written.
+
+        Raises InvalidBlockHash, UnknownGroup, StoreClosed or StoreForked.
+        """
+        self._shard.db.check_open()
+        self._view(group)
+        self._shard.counters.add("touched", len([check_block_hash(h, i) for i, h in enumerate(block_hashes)]))
+
+    def submit_put_blocks(
+        self,
+        block_hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        start: int = 0,
+        num_tokens: int | None = None,
+        group: int = 0,
+        parent: bytes | None = None,
+    ) -> Future[PutResult]:
+        """`put_blocks` in a thread of the store. The engine's blocks must not change until it is done."""
+        return self._executor().submit(self.put_blocks, block_hashes, block_ids, start, num_tokens, group, parent)
+
+    def submit_get_blocks(
+        self,
+        block_hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        start: int = 0,
+        num_tokens: int | None = None,
+        group: int = 0,
+    ) -> Future[GetResult]:
+        """`get_blocks` in a thread of the store. The engine's blocks must not be used until it is done."""
+        return self._executor().submit(self.get_blocks, block_hashes, block_ids, start, num_tokens, group)
+
+    def stats(self) -> dict[str, int]:
+        """Counters of this store object (put_*, get_*) and figures of the shard (records, bytes, quarantine)."""
+        database = self._shard.db.usage()
+        own = {"refused_keys": len(self._shard.refused), "emptied_at_open": int(self._shard.db.emptied)}
+        zeros = dict.fromkeys(("put_stored", "put_present", "put_bytes", "get_verified", "get_missing", "get_bytes"), 0)
+        return zeros | self._shard.counters.figures() | own | database
+
+    def close(self) -> None:
+        """Finish submitted calls, sync and give the shard up. Twice is allowed."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        if self._owner:
+            self._shard.db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _view(self, group: int) -> GroupView:
+        return self._views[self._cache.group(group).number]
+
+    def _executor(self) -> ThreadPoolExecutor:
+        self._shard.db.check_open()
+        with self._pool_lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._shard.config.threads, thread_name_prefix="kvstore")
+            return self._pool
+
+
+def _check_types(cache: object, identity: object, config: object, rank: object) -> None:
+    if not isinstance(cache, PagedKVCache):
+        raise InvalidCache(f"cache is a {type(cache).__name__}: expected PagedKVCache.from_tensors(...)")
+    if not isinstance(identity, CacheIdentity):
+        raise IdentityError(f"identity is a {type(identity).__name__}: expected CacheIdentity(model=..., revision=...)")
+    if not isinstance(config, StoreConfig) or not isinstance(rank, Rank):
+        raise ConfigError(
+            f"config is a {type(config).__name__}, rank a {type(rank).__name__}: expected a StoreConfig and a Rank"
+        )
+
+
+def _root(path: str | os.PathLike[str]) -> Path:
+    root = Path(os.fspath(path))
+    if root.exists() and not root.is_dir():
+        raise StorePathError(f"{root} is a file: expected a folder, or a path where one can be made")
+    return root
+
+
+def _specs(cache: PagedKVCache) -> list[LayerSpec]:
+    return [layer.spec(group.number) for group in cache.groups.values() for layer in group.layers]
+
+
+def _complete(identity: CacheIdentity, cache: PagedKVCache, rank: Rank) -> CacheIdentity:
+    """The identity with the unsharded model's layers, from a cache that holds them all."""
+    if identity.layers is not None:
+        return identity
+    shifted = [layer.name for group in cache.groups.values() for layer in group.layers if layer.first_head]
+    if not rank.whole or shifted:
+        raise IdentityError(
+            f"rank {rank.folder} holds a part of the model, and the identity has no layers: pass "
+            "CacheIdentity(..., layers=...) with every layer of the unsharded model"
+        )
+    return identity.with_layers(_specs(cache))
+
+
+def _check_layers(cache: PagedKVCache, identity: CacheIdentity) -> None:
+    known = {layer.name: layer for layer in identity.layers or ()}
+    for group in cache.groups.values():
+        for layer in group.layers:
+            own, model = layer.spec(group.number), known.get(layer.name)
+            if model is None:
+                raise IdentityError(f"layer {layer.name} is not one of the identity's {len(known)} layers")
+            if (own.type, own.dtype, own.k_bytes, own.v_bytes, own.group) != (
+                *(model.type, model.dtype, model.k_bytes, model.v_bytes, model.group),
+            ):
+                raise IdentityError(f"layer {layer.name} is {own} in the cache, {model} in the identity: they must agree")
+            if layer.first_head + layer.heads > model.kv_heads:
+                raise UnsupportedCache(
+                    f"layer {layer.name} has the heads {layer.first_head} to {layer.first_head + layer.heads - 1} in the "
+                    f"cache, the model has {model.kv_heads}: check first_head"
+                )

@@ -1,0 +1,216 @@
+"""The STORE file of a shard: format version, store id, boot id and clean flag, and the writer's lock.
+
+It is read before LMDB opens anything, since opening already writes. docs/format.md is the specification.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from lmdb.verify import VerifyError, verify
+from xxhash import xxh3_64_intdigest
+
+from kvstore.errors import StoreDamaged, StoreLocked, StorePathError, StorePermissionError, UnsupportedFormat
+
+STORE_NAME: Final = "STORE"
+DATA_NAME: Final = "data.mdb"
+MAGIC: Final = b"\x89kvstore"
+FORMAT_VERSION: Final = 1
+SLOT: Final = struct.Struct("<8sII Q Q 16s 16s I I Q")
+"""Magic, version, slot length, hash, generation, store id, boot id, flags, reserved, creation time."""
+SLOT_STRIDE: Final = 512
+"""Two slots, each in a sector of its own: a torn write leaves the other one."""
+CLEAN: Final = 1
+LMDB_META: Final = struct.Struct("<II")
+LMDB_MAGIC: Final = 0xBEEFC0DE
+
+
+@dataclass(frozen=True)
+class StoreState:
+    """What a slot says. clean: nothing unsynced may be missing; boot_id: the boot that last wrote."""
+
+    store_id: bytes
+    boot_id: bytes
+    clean: bool
+    created: int
+    generation: int = 0
+
+    def encode(self) -> bytes:
+        """The slot's bytes."""
+        tail = (self.generation, self.store_id, self.boot_id, CLEAN * self.clean, 0, self.created)
+        data = bytearray(SLOT.pack(MAGIC, FORMAT_VERSION, SLOT.size, 0, *tail))
+        struct.pack_into("<Q", data, 16, slot_hash(data))
+        return bytes(data)
+
+
+def slot_hash(data: bytes | bytearray) -> int:
+    """XXH3-64 of a slot without the 8 bytes that hold the hash."""
+    return xxh3_64_intdigest(bytes(data[:16] + data[24 : SLOT.size]))
+
+
+def boot_id() -> bytes:
+    """16 bytes that name this boot of the machine (Linux: /proc/sys/kernel/random/boot_id)."""
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+
+
+def parse_store(data: bytes, path: Path) -> StoreState:
+    """The newest intact slot of a STORE file.
+
+    Raises UnsupportedFormat where a slot is of a newer version, StoreDamaged where none is intact.
+    """
+    found: list[StoreState] = []
+    for start in (0, SLOT_STRIDE):
+        slot = data[start : start + SLOT.size]
+        if len(slot) < SLOT.size or slot[:8] != MAGIC:
+            continue
+        _, version, length, stored_hash, *rest = SLOT.unpack(slot)
+        if version > FORMAT_VERSION:
+            raise UnsupportedFormat(
+                f"{path} is of format version {version}, this kvstore reads up to {FORMAT_VERSION}: upgrade kvstore, or "
+                "give another path; the store was left untouched"
+            )
+        if length == SLOT.size and slot_hash(slot) == stored_hash:
+            generation, store_id, boot, flags, _, created = rest
+            found.append(StoreState(store_id, boot, bool(flags & CLEAN), created, generation))
+    if not found:
+        raise StoreDamaged(
+            f"{path}: neither of its two slots is intact ({len(data)} bytes): it is no kvstore, or it is damaged; "
+            "restore it from a backup, or remove the shard's folder to start empty"
+        )
+    return max(found, key=lambda state: state.generation)
+
+
+class StoreFile:
+    """The open STORE file of one shard. The writer's holds an exclusive lock until close; a forked child's copy
+    is closed at the fork, so that it cannot keep the lock. Not thread-safe: its BlockDB owns it."""
+
+    def __init__(self, folder: Path, writable: bool) -> None:
+        self.path = folder / STORE_NAME
+        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        try:
+            self._fd = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
+        except PermissionError as error:
+            raise StorePermissionError(f"{self.path}: {error.strerror}: make it this user's, or give another path") from None
+        except OSError as error:
+            raise StorePathError(f"{self.path}: {error.strerror}: expected a shard that a writer has made") from None
+        _open_files.add(self)
+        try:
+            if writable:
+                self._lock()
+            self.state = self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreLocked(
+                f"{self.path.parent} is being written by another process: a shard has one writer; stop that process, "
+                'give this rank a path of its own, or open with mode="r"'
+            ) from None
+
+    def _read(self) -> StoreState | None:
+        data = os.pread(self._fd, 2 * SLOT_STRIDE, 0)
+        return parse_store(data, self.path) if data else None
+
+    def write(self, state: StoreState) -> None:
+        """Write the state durably, into the slot that the current one does not use. Raises OSError."""
+        generation = 1 if self.state is None else self.state.generation + 1
+        written = replace(state, generation=generation)
+        os.pwrite(self._fd, written.encode().ljust(SLOT_STRIDE, b"\0"), SLOT_STRIDE * (generation % 2))
+        os.fsync(self._fd)
+        self.state = written
+
+    def close(self) -> None:
+        """Close the file and give up the lock; twice is allowed."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+_open_files: weakref.WeakSet[StoreFile] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for file in list(_open_files):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def check_data_file(path: Path) -> int:
+    """The map size that data.mdb names, 0 where there is no file yet.
+
+    A file shorter than its pages would kill the reader with SIGBUS, so its length is compared with both meta
+    pages before anything is mapped. Raises StoreDamaged.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return 0
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = _meta(file.read(4096))
+        second = _meta(os.pread(file.fileno(), 4096, first[1])) if first else None
+    metas = [meta for meta in (first, second) if meta]
+    if not metas:
+        raise StoreDamaged(_damaged(path, "no intact LMDB meta page"))
+    newest = max(metas, key=lambda meta: meta[3])
+    if (newest[2] + 1) * newest[1] > size:
+        _check_short_file(path, size, newest[2] + 1, newest[1])
+    return newest[0]
+
+
+def _check_short_file(path: Path, size: int, pages: int, page_size: int) -> None:
+    """Pages that were freed before they were ever written may lie past the end of an intact file; a page in use may
+    not. lmdb.verify walks the tree with plain reads and tells."""
+    try:
+        problems = verify(str(path), subdir=False)
+    except VerifyError as error:
+        problems = [str(error)]
+    if problems:
+        raise StoreDamaged(_damaged(path, f"{size} bytes of {pages} pages of {page_size}: {problems[0]}"))
+
+
+def _damaged(path: Path, reason: str) -> str:
+    return f"{path}: {reason}: the file is damaged; restore it from a backup, or remove the shard's folder to start empty"
+
+
+def _meta(page: bytes) -> tuple[int, int, int, int] | None:
+    """(map size, page size, last page, transaction) of a meta page of LMDB 0.9: its MDB_meta starts after the page
+    header's 16 bytes, with magic, version, address, map size, two MDB_db of 48 bytes, last page, transaction."""
+    if len(page) < 152 or LMDB_META.unpack_from(page, 16) != (LMDB_MAGIC, 1):
+        return None
+    map_size, page_size = struct.unpack_from("<QI", page, 32)
+    last, txn = struct.unpack_from("<QQ", page, 136)
+    return (map_size, page_size, last, txn) if page_size in (4096, 8192, 16384, 32768, 65536) else None
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that only its owner can enter; parents too. Raises StorePathError or StorePermissionError."""
+    try:
+        for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
+        if not path.is_dir():
+            raise NotADirectoryError(20, "not a directory")
+    except PermissionError as error:
+        raise StorePermissionError(f"{path}: {error.strerror}: make it this user's, or give another path") from None
+    except OSError as error:
+        raise StorePathError(f"{path}: {error.strerror}: expected a folder, or a path where one can be made") from None
+
+
+def sync_folder(path: Path, sync: Callable[[int], None] = os.fsync) -> None:
+    """Make a folder's entries durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        sync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,189 @@
+"""Blocks between a paged cache and staging memory, and their checksums.
+
+A HostPath moves one group's blocks in canonical order and sums them, in one call a batch, by the compiled loops
+(kvstore.loops_numba) or by numpy where numba is not installed or the cache's bytes are no aligned runs.
+Checksums are passes of their own: they take their block ids from the caller, never from a copy's descriptor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.cache import CacheGroup, LayerCache, PagedKVCache
+from kvstore.checksum import UInt64Array, weighted_sums
+from kvstore.loops_numpy import NumpyLoops
+from kvstore.span import Span, check_span
+
+log = logging.getLogger(__name__)
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+
+
+class HostPath(Protocol):
+    """What moves and sums a group's blocks on the CPU. Any thread may call it; blocks of concurrent calls must
+    be different ones."""
+
+    direct: bool
+    """Whether scatter_from can take slices from wherever they lie."""
+
+    def checksum(self, span: Span) -> UInt64Array:
+        """s of each slice of the engine's blocks: (blocks, slices) uint64."""
+
+    def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
+        """s of each slice of staged blocks: (blocks, slices) uint64."""
+
+    def gather(self, span: Span, staging: Bytes) -> None:
+        """Copy the engine's blocks to staging, (blocks, block bytes); slots past the valid tokens become zero."""
+
+    def scatter(self, span: Span, staging: Bytes) -> None:
+        """Copy staged blocks' valid tokens to the engine's blocks, and nothing past them."""
+
+    def scatter_from(self, span: Span, addresses: Ints) -> None:
+        """Scatter, each slice taken from the address addresses[block, slice]; int64."""
+
+
+class NumpyPath:
+    """HostPath by numpy calls; releases the GIL only inside each of them."""
+
+    direct = False
+
+    def __init__(self, group: CacheGroup) -> None:
+        self._loops = NumpyLoops(group)
+
+    def checksum(self, span: Span) -> UInt64Array:
+        return self._loops.checksum(span.block_ids, span.first_tokens, span.valid)
+
+    def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
+        return self._loops.staging_checksum(staging, span.first_tokens, span.valid)
+
+    def gather(self, span: Span, staging: Bytes) -> None:
+        self._loops.gather(span.block_ids, span.valid, staging)
+
+    def scatter(self, span: Span, staging: Bytes) -> None:
+        self._loops.scatter(span.block_ids, span.valid, staging)
+
+    def scatter_from(self, span: Span, addresses: Ints) -> None:
+        raise TypeError("this path moves staged blocks only; ask `direct` first")
+
+
+class NumbaPath:
+    """HostPath by the compiled loops; releases the GIL for a whole batch. Holds addresses: the PagedKVCache that
+    owns the group keeps their memory alive."""
+
+    direct = True
+
+    def __init__(self, group: CacheGroup, loops: ModuleType) -> None:
+        self._group = group
+        self._loops = loops
+        self._table = _engine_table(group)
+        self._staging_table = _staging_table(group)
+
+    def checksum(self, span: Span) -> UInt64Array:
+        return self._sums(0, self._table, span, span.block_ids)
+
+    def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
+        return self._sums(_address(staging), self._staging_table, span, np.arange(len(span), dtype=np.int64))
+
+    def gather(self, span: Span, staging: Bytes) -> None:
+        targets = self._staged(span, staging)
+        self._loops.gather(self._table, span.block_ids, span.valid, self._group.block_size, targets)
+
+    def scatter(self, span: Span, staging: Bytes) -> None:
+        self.scatter_from(span, self._staged(span, staging))
+
+    def scatter_from(self, span: Span, addresses: Ints) -> None:
+        self._loops.scatter(self._table, span.block_ids, span.valid, addresses)
+
+    def _sums(self, base: int, table: Ints, span: Span, block_ids: Ints) -> UInt64Array:
+        out = np.empty((len(span), len(self._group.slices)), np.uint64)
+        self._loops.checksum(base, table, block_ids, span.first_tokens, span.valid, out)
+        return out
+
+    def _staged(self, span: Span, staging: Bytes) -> Ints:
+        blocks = _address(staging) + np.arange(len(span), dtype=np.int64)[:, None] * self._group.block_bytes
+        return np.asarray(blocks + self._group.offsets[:-1], np.int64)
+
+
+def _address(staging: Bytes) -> int:
+    if not staging.flags.c_contiguous:
+        raise ValueError("staging must be contiguous")
+    return int(staging.ctypes.data)
+
+
+def _engine_row(layer: LayerCache, head: int, index: int) -> list[int]:
+    row: list[int] = []
+    for plane in layer.planes:
+        row += [plane.address + head * plane.head_stride, plane.block_stride, plane.token_stride, plane.nbytes]
+    return [*row, *[0] * (8 - len(row)), index]
+
+
+def _engine_table(group: CacheGroup) -> Ints:
+    slices = enumerate(group.slices)
+    rows = [_engine_row(group.layers[s.row], s.local_head, index) for index, s in slices]
+    order = sorted(range(len(rows)), key=lambda i: (group.slices[i].row, rows[i][0]))
+    return np.array([rows[i] for i in order], np.int64)
+
+
+def _staging_table(group: CacheGroup) -> Ints:
+    cells = [s.nbytes // group.block_size for s in group.slices]
+    rows = [
+        [offset, group.block_bytes, cell, cell, offset, 0, 0, 0, index]
+        for index, (offset, cell) in enumerate(zip(group.offsets.tolist(), cells, strict=False))
+    ]
+    return np.array(rows, np.int64)
+
+
+@cache
+def compiled_loops() -> ModuleType | None:
+    """The compiled loops, or None where numba is not installed, which is said once in the log."""
+    if importlib.util.find_spec("numba") is None:
+        log.warning("numba is not installed: copies and checksums run in numpy, two to three times slower; "
+                    "`pip install kvstore[cpu]` brings it")  # fmt: skip
+        return None
+    return importlib.import_module("kvstore.loops_numba")
+
+
+_paths: WeakKeyDictionary[CacheGroup, HostPath] = WeakKeyDictionary()
+
+
+def host_path(group: CacheGroup) -> HostPath:
+    """The group's path on the CPU, made once a group."""
+    path = _paths.get(group)
+    if path is None:
+        loops = compiled_loops() if group.regular else None
+        path = NumpyPath(group) if loops is None else NumbaPath(group, loops)
+        _paths[group] = path
+    return path
+
+
+def slice_checksums(
+    cache: PagedKVCache, block_ids: Sequence[int], start: int = 0, num_tokens: int | None = None, group: int = 0
+) -> UInt64Array:
+    """s of each slice of blocks at consecutive positions: (blocks, slices) uint64, slices in canonical order.
+
+    start: the first block's position; num_tokens: the request's token count, by default all blocks are full.
+    Raises UnknownGroup, InvalidBlockId, DuplicateBlockId, InvalidPosition or NoValidTokens.
+    """
+    members = cache.group(group)
+    return host_path(members).checksum(check_span(members, block_ids, start, num_tokens))
+
+
+def block_checksums(
+    cache: PagedKVCache, block_ids: Sequence[int], start: int = 0, num_tokens: int | None = None, group: int = 0
+) -> UInt64Array:
+    """c of each block over this cache's layers and heads: (blocks,) uint64; arguments as `slice_checksums`.
+
+    The parts of all ranks and stages add up, mod 2**64, to the unsharded model's (docs/checksum.md).
+    """
+    sums = slice_checksums(cache, block_ids, start, num_tokens, group)
+    return weighted_sums(sums, cache.group(group).factors)

@@ -1,0 +1,1 @@
+"""Command lines, the demo and the benchmarks."""
