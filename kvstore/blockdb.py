@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import lmdb
+import numpy as np
 
-from kvstore.errors import StoreAlreadyOpen, StoreClosed, StoreDamaged, StoreForked, StorePathError, StorePermissionError
+from kvstore.errors import (
+    StoreAlreadyOpen,
+    StoreClosed,
+    StoreDamaged,
+    StoreForked,
+    StorePathError,
+    StorePermissionError,
+)
 from kvstore.quarantine import Quarantine
 from kvstore.record import Header, chunk_key, parse_header
 from kvstore.storefile import DATA_NAME, StoreFile, StoreState, boot_id, check_data_file, make_folder, sync_folder
@@ -132,8 +140,12 @@ class BlockDB:
             )
         except lmdb.Error as error:
             if "ermission" in str(error):
-                raise StorePermissionError(f"{self.folder}: {error}: make it this user's, or give another path") from None
-            raise StoreDamaged(f"{self.folder}: LMDB cannot open it: {error}; restore it, or remove the folder") from None
+                raise StorePermissionError(
+                    f"{self.folder}: {error}: make it this user's, or give another path"
+                ) from None
+            raise StoreDamaged(
+                f"{self.folder}: LMDB cannot open it: {error}; restore it, or remove the folder"
+            ) from None
         try:
             self._env.reader_check()
             if self.writable and not (self.store_file.state or _NEVER).clean and self.sync:
@@ -142,8 +154,12 @@ class BlockDB:
             opened = [self._env.open_db(name, create=self.writable) for name in DATABASES]
         except lmdb.Error as error:
             self._env.close()
-            raise StoreDamaged(f"{self.folder}: its databases cannot be read: {error}; restore it, or remove it") from None
+            raise StoreDamaged(
+                f"{self.folder}: its databases cannot be read: {error}; restore it, or remove it"
+            ) from None
         self._meta, self._index, self._payload, quarantine = opened
+        if self.writable:
+            _keep_freed_memory()
         self.quarantine = Quarantine(quarantine, self._quarantine_bytes)
 
     def check_open(self) -> None:
@@ -227,9 +243,7 @@ class BlockDB:
                 usage.last_sequence = max(usage.last_sequence, int.from_bytes(cursor.key()[:8], "big"))
         return usage
 
-    def _put(
-        self, txn: Any, record: NewRecord, usage: Usage, keep: Callable[[bytes, bytes], bool]
-    ) -> bytes | None:
+    def _put(self, txn: Any, record: NewRecord, usage: Usage, keep: Callable[[bytes, bytes], bool]) -> bytes | None:
         key = record.header.key
         old = txn.get(key, db=self._index)
         if old is not None and keep(key, old):
@@ -310,6 +324,16 @@ class BlockDB:
             self._env.close()
             self.store_file.close()
             _opened.discard(self._opened_as)
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc's malloc keep what LMDB frees after each transaction.
+
+    LMDB allocates its dirty pages anew in each transaction; by default glibc maps and unmaps them, and the kernel
+    clears every page again, which takes longer than the copy. Freeing one allocation of just under 32 MiB raises
+    both of glibc's thresholds (mallopt(3), M_MMAP_THRESHOLD: the dynamic threshold). Untouched, it costs no memory.
+    """
+    np.empty(32 * 2**20 - 2**16, np.uint8)
 
 
 _NEVER: Final = StoreState(b"", b"", True, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,9 +40,9 @@ class LayerCache:
     def planes(self) -> tuple[Plane, ...]:
         """The planes that hold a cell, in its order: one where K and V of a token are one run, else two."""
         k, v = self.k, self.v
-        follows = v.address == k.address + k.channels * k.channel_stride and replace(v, address=0, channels=0) == replace(
-            k, address=0, channels=0
-        )
+        follows = v.address == k.address + k.channels * k.channel_stride and replace(
+            v, address=0, channels=0
+        ) == replace(k, address=0, channels=0)
         if v.channels and not follows:
             return (k, v)
         return (replace(k, channels=k.channels + v.channels),)
@@ -176,7 +177,9 @@ def _group_names(
     named: dict[int, tuple[str, ...]] = {}
     for number, members in groups.items():
         if not isinstance(number, int) or not 0 <= number <= MAX_GROUP or isinstance(members, str) or not members:
-            raise InvalidCache(f"groups[{number!r}] is {members!r}: expected a number of 0 to {MAX_GROUP} and layer names")
+            raise InvalidCache(
+                f"groups[{number!r}] is {members!r}: expected a number of 0 to {MAX_GROUP} and layer names"
+            )
         named[number] = tuple(members)
     every = [name for members in named.values() for name in members]
     if sorted(every) != sorted(tensors):
@@ -187,7 +190,9 @@ def _group_names(
 
 def _layer(name: str, planes: LayerPlanes, first_head: int, kind: str) -> LayerCache:
     if not isinstance(first_head, int) or first_head < 0:
-        raise InvalidCache(f"first_head[{name!r}] is {first_head!r}: expected the global number of its first head, 0 or more")
+        raise InvalidCache(
+            f"first_head[{name!r}] is {first_head!r}: expected the global number of its first head, 0 or more"
+        )
     if first_head + planes.heads > MAX_KV_HEADS_PER_LAYER:
         raise UnsupportedCache(
             f"layer {name}: heads {first_head} to {first_head + planes.heads - 1}: the checksum numbers at most "
@@ -201,7 +206,7 @@ def _layer(name: str, planes: LayerPlanes, first_head: int, kind: str) -> LayerC
 
 def _group(number: int, members: list[LayerCache], planes: Mapping[str, LayerPlanes]) -> CacheGroup:
     layers = sorted(members, key=lambda layer: (layer.number, layer.name))
-    for one, two in zip(layers, layers[1:], strict=False):
+    for one, two in itertools.pairwise(layers):
         if one.number == two.number:
             raise UnsupportedCache(
                 f"group {number}: {one.name} and {two.name} are both layer {one.number}: this version checksums one cache "

@@ -35,7 +35,7 @@ class RawCodec:
     name = "raw"
 
     def encode(self, raw: Bytes) -> memoryview:
-        return memoryview(raw)
+        return raw.data
 
     def decode(self, stored: memoryview, out: Bytes) -> str | None:
         if len(stored) != out.size:

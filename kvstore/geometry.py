@@ -105,7 +105,8 @@ class ChunkPlan:
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Raw bytes of each chunk."""
-        return np.diff(np.array(self.bounds, np.int64))
+        bounds = np.array(self.bounds, np.int64)
+        return np.asarray(bounds[1:] - bounds[:-1], np.int64)
 
     @cached_property
     def whole_slices(self) -> bool:
@@ -136,5 +137,7 @@ def chunk_plan(slice_bytes: Iterable[int]) -> ChunkPlan:
     if bounds[-1] != end:
         bounds.append(end)
     if len(bounds) - 1 > MAX_CHUNKS:
-        raise UnsupportedCache(f"a block of {end} bytes makes {len(bounds) - 1} chunks: a record has at most {MAX_CHUNKS}")
+        raise UnsupportedCache(
+            f"a block of {end} bytes makes {len(bounds) - 1} chunks: a record has at most {MAX_CHUNKS}"
+        )
     return ChunkPlan(sizes, tuple(bounds))

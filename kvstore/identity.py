@@ -97,7 +97,9 @@ class CacheIdentity:
         try:
             return json.dumps(text, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
         except ValueError as error:
-            raise IdentityError(f"identity: extra {dict(self.extra)!r} holds a value that JSON has not: {error}") from None
+            raise IdentityError(
+                f"identity: extra {dict(self.extra)!r} holds a value that JSON has not: {error}"
+            ) from None
 
     def digest(self) -> bytes:
         """The identity id: 16 bytes of BLAKE2b over the canonical JSON."""

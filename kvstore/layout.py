@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from kvstore.checksum import PIECE_BYTES
-from kvstore.errors import InvalidCache, InvalidShape, UnknownLayout, UnsupportedCache, UnsupportedDevice, UnsupportedDtype
+from kvstore.errors import (
+    InvalidCache,
+    InvalidShape,
+    UnknownLayout,
+    UnsupportedCache,
+    UnsupportedDevice,
+    UnsupportedDtype,
+)
 
 LayerTensors = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -91,7 +98,9 @@ def take_apart(name: str, tensors: LayerTensors, layout: str, value_channels: in
 
 def _one_tensor(name: str, tensors: LayerTensors, layout: str) -> torch.Tensor:
     if not isinstance(tensors, torch.Tensor):
-        raise InvalidCache(f"layer {name}: a {type(tensors).__name__}, layout {layout!r} needs one torch tensor a layer")
+        raise InvalidCache(
+            f"layer {name}: a {type(tensors).__name__}, layout {layout!r} needs one torch tensor a layer"
+        )
     check_tensor(name, tensors, layout)
     return tensors
 
@@ -157,8 +166,14 @@ def _packed(name: str, tensor: torch.Tensor, layout: str, value_channels: int | 
 
 
 def _pair(name: str, tensors: LayerTensors, layout: str) -> LayerPlanes:
-    if not isinstance(tensors, tuple | list) or len(tensors) != 2 or not all(isinstance(t, torch.Tensor) for t in tensors):
-        raise InvalidCache(f"layer {name}: a {type(tensors).__name__}, layout {layout!r} needs a pair (K, V) of tensors")
+    if (
+        not isinstance(tensors, tuple | list)
+        or len(tensors) != 2
+        or not all(isinstance(t, torch.Tensor) for t in tensors)
+    ):
+        raise InvalidCache(
+            f"layer {name}: a {type(tensors).__name__}, layout {layout!r} needs a pair (K, V) of tensors"
+        )
     k, v = tensors
     for tensor in (k, v):
         check_tensor(name, tensor, layout)

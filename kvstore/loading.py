@@ -151,7 +151,9 @@ class Load:
         if (directory.lengths > plan.lengths).any() or directory.lengths.sum() != (
             header.stored_length - header.directory_length
         ):
-            return Rejection("decode", "the directory's stored lengths exceed the raw ones, or are not the header's sum")
+            return Rejection(
+                "decode", "the directory's stored lengths exceed the raw ones, or are not the header's sum"
+            )
         chunks = []
         entries = zip(directory.lengths.tolist(), directory.hashes.tolist(), strict=True)
         for number, (length, stored_hash) in enumerate(entries, 1):
@@ -218,7 +220,9 @@ class Load:
         condemned = rejection.condemned or rejection.kind in CONDEMNING
         self.rejected[index] = replace(rejection, condemned=condemned)
         self.shard.counters.add(f"get_rejected_{rejection.kind}")
-        log.warning("%s: block %s refused: %s: %s", self.shard.db.folder, key[18:].hex(), rejection.kind, rejection.detail)
+        log.warning(
+            "%s: block %s refused: %s: %s", self.shard.db.folder, key[18:].hex(), rejection.kind, rejection.detail
+        )
         if value:
             self.shard.refused.add(key, value)
         if value and condemned and self.shard.db.writable:

@@ -24,7 +24,7 @@ def plane_view(plane: Plane, blocks: int, heads: int, tokens: int) -> Bytes:
     shape = (blocks, heads, tokens, plane.channels, plane.itemsize)
     strides = (plane.block_stride, plane.head_stride, plane.token_stride, plane.channel_stride, 1)
     span = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
-    memory = (ctypes.c_uint8 * span).from_address(plane.address)
+    memory = memoryview((ctypes.c_uint8 * span).from_address(plane.address)).cast("B")
     return np.ndarray(shape, np.uint8, memory, 0, strides)
 
 
@@ -93,4 +93,4 @@ def _sums(cells: Bytes, first_tokens: Ints) -> UInt64Array:
     per_token = np.uint64(cells.shape[2] // PIECE_BYTES)
     weights = np.uint64(2) * np.arange(pieces.shape[1], dtype=np.uint64) + np.uint64(1)
     start = np.uint64(2) * first_tokens.astype(np.uint64) * per_token
-    return np.einsum("ij,j->i", pieces, weights) + start * np.einsum("ij->i", pieces)
+    return np.asarray(np.einsum("ij,j->i", pieces, weights) + start * np.einsum("ij->i", pieces), np.uint64)

@@ -158,7 +158,9 @@ def parse_directory(data: memoryview | None, header: Header, plan: ChunkPlan) ->
     expected = directory_bytes(plan)
     if data is None or len(data) != expected or header.directory_length != expected:
         length = "missing" if data is None else f"{len(data)} bytes"
-        return Rejection("storage_hash", f"directory: {length}, its header says {header.directory_length} of {expected}")
+        return Rejection(
+            "storage_hash", f"directory: {length}, its header says {header.directory_length} of {expected}"
+        )
     if xxh3_64_intdigest(data) != header.directory_hash:
         return Rejection("storage_hash", "directory: its XXH3-64 is not the header's")
     table = bytes(data)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import lmdb
 import numpy as np
@@ -21,6 +21,9 @@ from kvstore.span import Span
 
 log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
+
+CACHED_BYTES: Final = 2 * 2**20
+"""Block bytes that are gathered, summed and hashed before the next ones, so that a core's cache serves the passes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,22 +80,26 @@ class Save:
 
     def _save(self, indices: npt.NDArray[np.int64], buffer: Bytes) -> dict[int, str]:
         """Store one transaction's blocks: {index: "stored", "present" or the reason of a failure}."""
-        span, raw = self.span.take(indices), self.view.plan.raw_length
-        staging = buffer[: len(span) * raw].reshape(len(span), raw)
+        raw, outcomes, records = self.view.plan.raw_length, dict[int, str](), dict[int, NewRecord]()
+        staging = buffer[: indices.size * raw].reshape(indices.size, raw)
+        step = max(1, CACHED_BYTES // raw)
+        for start in range(0, indices.size, step):
+            part = indices[start : start + step]
+            made = self._stage(part, staging[start : start + step])
+            outcomes |= {int(i): "source_changed" for i in part if int(i) not in made}
+            records |= made
+        return outcomes | self._write(records)
+
+    def _stage(self, indices: npt.NDArray[np.int64], staging: Bytes) -> dict[int, NewRecord]:
+        """Gather blocks and make their records; left out are those whose staged bytes do not sum to their source's."""
+        span = self.span.take(indices)
         sums = self.view.path.checksum(span)
         self.view.path.gather(span, staging)
         agree = (sums == self.view.path.staging_checksum(span, staging)).all(axis=1)
-        outcomes = dict.fromkeys(indices[~agree].tolist(), "source_changed")
-        rows = np.flatnonzero(agree)
-        if rows.size:
-            hashes = [self.hashes[i] for i in indices[rows]]
-            tagged = weighted_sums(sums[rows], self.view.group.factors) ^ self.view.tags(hashes)
-            records = [
-                self._record(int(indices[row]), staging[row], sums[row], int(tag))
-                for row, tag in zip(rows, tagged, strict=True)
-            ]
-            outcomes |= self._write(indices[rows].tolist(), records)
-        return outcomes
+        tags = self.view.tags([self.hashes[i] for i in indices])
+        tagged = (weighted_sums(sums, self.view.group.factors) ^ tags).tolist()
+        rows = np.flatnonzero(agree).tolist()
+        return {int(indices[r]): self._record(int(indices[r]), staging[r], sums[r], tagged[r]) for r in rows}
 
     def _record(self, index: int, raw: Bytes, sums: UInt64Array, tagged: int) -> NewRecord:
         plan, codec = self.view.plan, self.shard.codec
@@ -118,43 +125,43 @@ class Save:
         )
         return NewRecord(header, directory, chunks)
 
-    def _write(self, indices: Sequence[int], records: Sequence[NewRecord]) -> dict[int, str]:
+    def _write(self, records: dict[int, NewRecord]) -> dict[int, str]:
         """Write in one transaction, or one by one where that is too much for the room that is left."""
         try:
-            return self._commit(indices, records)
+            return self._commit(records)
         except lmdb.MapFullError:
-            if len(records) == 1:
-                return {indices[0]: "store_full"}
+            pass
         except (lmdb.Error, OSError, OverflowError) as error:
             reason = self._why(records)
             log.error("%s: %d blocks not stored: %s: %s", self.shard.db.folder, len(records), reason, error)
-            return dict.fromkeys(indices, reason)
-        outcomes = dict.fromkeys(indices, "store_full")
-        for index, record in zip(indices, records, strict=True):
-            one = self._write([index], [record])
-            outcomes |= one
-            if one[index] == "store_full":
+            return dict.fromkeys(records, reason)
+        outcomes = dict.fromkeys(records, "store_full")
+        for index, record in records.items() if len(records) > 1 else ():
+            outcomes |= self._write({index: record})
+            if outcomes[index] == "store_full":
                 break
         return outcomes
 
-    def _commit(self, indices: Sequence[int], records: Sequence[NewRecord]) -> dict[int, str]:
-        index_of = {self.keys[i]: i for i in indices}
+    def _commit(self, records: dict[int, NewRecord]) -> dict[int, str]:
+        if not records:
+            return {}
+        index_of = {self.keys[i]: i for i in records}
         identity = (self.shard.identity_id, self.shard.identity_json)
-        written = self.shard.db.write(records, identity, lambda key, old: self._keeps(index_of[key], old))
-        for index, value in zip(indices, written, strict=True):
+        written = self.shard.db.write(
+            list(records.values()), identity, lambda key, old: self._keeps(index_of[key], old)
+        )
+        for index, value in zip(records, written, strict=True):
             if value is not None:
                 self.shard.refused.discard(self.keys[index])
-        return {i: "present" if v is None else "stored" for i, v in zip(indices, written, strict=True)}
+        return {i: "present" if v is None else "stored" for i, v in zip(records, written, strict=True)}
 
-    def _why(self, records: Sequence[NewRecord]) -> str:
+    def _why(self, records: dict[int, NewRecord]) -> str:
         """LMDB does not say that a disk is full; the file system does."""
         disk = os.statvfs(self.shard.db.folder)
-        needed = sum(record.header.stored_length for record in records)
+        needed = sum(record.header.stored_length for record in records.values())
         return "disk_full" if disk.f_bavail * disk.f_frsize < 2 * needed else "io_error"
 
-    def _count(
-        self, stored: npt.NDArray[np.bool_], present: npt.NDArray[np.bool_], failed: dict[int, str]
-    ) -> None:
+    def _count(self, stored: npt.NDArray[np.bool_], present: npt.NDArray[np.bool_], failed: dict[int, str]) -> None:
         counters = self.shard.counters
         counters.add("put_stored", int(stored.sum()))
         counters.add("put_present", int(present.sum()))

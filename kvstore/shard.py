@@ -161,7 +161,9 @@ class GroupView:
     def misfit(self, header: Header, position: int) -> Rejection | None:
         """Why an intact record cannot answer for a block at this position, None where it can."""
         if header.fingerprint != self.fingerprint:
-            return Rejection("fingerprint", f"stored for layers {header.fingerprint:016x}, asked {self.fingerprint:016x}")
+            return Rejection(
+                "fingerprint", f"stored for layers {header.fingerprint:016x}, asked {self.fingerprint:016x}"
+            )
         if not self.same_shape(header):
             stored, asked = describe(header.block_size, header.geometry), describe(self.group.block_size, self.geometry)
             return Rejection("geometry", f"stored: {stored}; asked: {asked}")

@@ -86,7 +86,9 @@ def _whole(value: object, name: str) -> int:
 def _block_ids(block_ids: Sequence[int], num_blocks: int) -> Ints:
     given = np.asarray(block_ids if len(block_ids) else np.empty(0, np.int64))
     if given.ndim != 1 or given.dtype.kind not in "iu":
-        raise InvalidBlockId(f"block_ids has the shape {given.shape} and dtype {given.dtype}: expected a list of integers")
+        raise InvalidBlockId(
+            f"block_ids has the shape {given.shape} and dtype {given.dtype}: expected a list of integers"
+        )
     outside = np.flatnonzero((given < 0) | (given >= num_blocks))
     if outside.size:
         at = int(outside[0])

@@ -68,7 +68,8 @@ class KVStore:
         folder = _root(path) / rank.folder
         db = BlockDB(folder, config.capacity_bytes, config.sync, mode == "rw", config.quarantine_bytes)
         self._shard = Shard(db, complete, config, codec_named(config.codec))
-        self._owner, self._pool = True, None
+        self._owner = True
+        self._pool: ThreadPoolExecutor | None = None
         self._pool_lock = threading.Lock()
         try:
             self._check_identity()
@@ -244,7 +245,9 @@ class KVStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _view(self, group: int) -> GroupView:
@@ -303,7 +306,9 @@ def _check_layers(cache: PagedKVCache, identity: CacheIdentity) -> None:
             if (own.type, own.dtype, own.k_bytes, own.v_bytes, own.group) != (
                 *(model.type, model.dtype, model.k_bytes, model.v_bytes, model.group),
             ):
-                raise IdentityError(f"layer {layer.name} is {own} in the cache, {model} in the identity: they must agree")
+                raise IdentityError(
+                    f"layer {layer.name} is {own} in the cache, {model} in the identity: they must agree"
+                )
             if layer.first_head + layer.heads > model.kv_heads:
                 raise UnsupportedCache(
                     f"layer {layer.name} has the heads {layer.first_head} to {layer.first_head + layer.heads - 1} in the "

@@ -11,6 +11,7 @@ import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -55,6 +56,7 @@ def slot_hash(data: bytes | bytearray) -> int:
     return xxh3_64_intdigest(bytes(data[:16] + data[24 : SLOT.size]))
 
 
+@cache
 def boot_id() -> bytes:
     """16 bytes that name this boot of the machine (Linux: /proc/sys/kernel/random/boot_id)."""
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
@@ -97,7 +99,9 @@ class StoreFile:
         try:
             self._fd = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
         except PermissionError as error:
-            raise StorePermissionError(f"{self.path}: {error.strerror}: make it this user's, or give another path") from None
+            raise StorePermissionError(
+                f"{self.path}: {error.strerror}: make it this user's, or give another path"
+            ) from None
         except OSError as error:
             raise StorePathError(f"{self.path}: {error.strerror}: expected a shard that a writer has made") from None
         _open_files.add(self)
@@ -173,7 +177,7 @@ def _check_short_file(path: Path, size: int, pages: int, page_size: int) -> None
     """Pages that were freed before they were ever written may lie past the end of an intact file; a page in use may
     not. lmdb.verify walks the tree with plain reads and tells."""
     try:
-        problems = verify(str(path), subdir=False)
+        problems = verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
     except VerifyError as error:
         problems = [str(error)]
     if problems:
@@ -181,7 +185,9 @@ def _check_short_file(path: Path, size: int, pages: int, page_size: int) -> None
 
 
 def _damaged(path: Path, reason: str) -> str:
-    return f"{path}: {reason}: the file is damaged; restore it from a backup, or remove the shard's folder to start empty"
+    return (
+        f"{path}: {reason}: the file is damaged; restore it from a backup, or remove the shard's folder to start empty"
+    )
 
 
 def _meta(page: bytes) -> tuple[int, int, int, int] | None:

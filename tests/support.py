@@ -1,0 +1,149 @@
+"""What the tests share: caches of random bytes, chained hashes, stores, and byte-level access to a shard."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore import CacheIdentity, KVStore, PagedKVCache, StoreConfig
+from kvstore.cache import CacheGroup
+from kvstore.checksum import reference_block_checksum, reference_slice_checksum
+from kvstore.loops_numpy import NumpyLoops
+
+MIB = 2**20
+IDENTITY = CacheIdentity(model="test/model", revision="1", dtype="bfloat16")
+SMALL = StoreConfig(capacity_bytes=64 * MIB, durability="process")
+LAYOUTS = ("BHNC", "BNHC", "2BNHD", "B2NHD", "2BHND", "NBHC", "BHND", "BNHD")
+
+
+def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor whose bytes are uniformly random, NaN patterns and all."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = [*shape[:-1], shape[-1] * dtype.itemsize]
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def layer_tensors(
+    layout: str,
+    layers: int = 2,
+    blocks: int = 8,
+    heads: int = 2,
+    tokens: int = 4,
+    head_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    first_layer: int = 0,
+) -> dict[str, Any]:
+    """{layer name: tensor, or (K, V) pair} in a layout, K and V of head_size channels each."""
+    size = {"B": blocks, "H": heads, "N": tokens, "C": 2 * head_size, "D": head_size, "2": 2}
+    shape = [size[axis] for axis in layout]
+    pair = not set(layout) & set("2C")
+
+    def one(layer: int) -> Any:
+        seeds = [seed * 1_000_003 + layer * 2 + part for part in range(2)]
+        k = random_tensor(shape, dtype, seeds[0])
+        return (k, random_tensor(shape, dtype, seeds[1])) if pair else k
+
+    return {f"model.layers.{first_layer + i}.self_attn.attn": one(first_layer + i) for i in range(layers)}
+
+
+def make_cache(layout: str = "BHNC", **options: Any) -> PagedKVCache:
+    """A cache of random bytes; options as `layer_tensors`."""
+    return PagedKVCache.from_tensors(layer_tensors(layout, **options), layout)
+
+
+def block_hashes(count: int, request: str = "r", parent: bytes = b"") -> list[bytes]:
+    """Chained 32-byte hashes of the blocks of a request."""
+    hashes: list[bytes] = []
+    for index in range(count):
+        parent = hashlib.sha256(parent + f"{request}/{index}".encode()).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def open_store(path: Path, cache: PagedKVCache, config: StoreConfig = SMALL, **options: Any) -> KVStore:
+    """A store of IDENTITY."""
+    return KVStore(path, cache, options.pop("identity", IDENTITY), config, **options)
+
+
+def canonical(cache: PagedKVCache, block_ids: Sequence[int], group: int = 0) -> np.ndarray[Any, Any]:
+    """Blocks' canonical bytes, (blocks, block bytes) uint8, read with numpy alone."""
+    members = cache.group(group)
+    ids = np.asarray(block_ids, np.int64)
+    staging = np.zeros((ids.size, members.block_bytes), np.uint8)
+    NumpyLoops(members).gather(ids, np.full(ids.size, members.block_size, np.int64), staging)
+    return staging
+
+
+def reference_checksums(group: CacheGroup, blocks: np.ndarray[Any, Any], start: int, valid: Sequence[int]) -> list[int]:
+    """c of canonical blocks by the plain reference."""
+    sums = []
+    for row, (block, tokens) in enumerate(zip(blocks, valid, strict=True)):
+        first = (start + row) * group.block_size
+        parts = [
+            (s.layer, s.head, reference_slice_checksum(cells(group, block, i)[:tokens], first))
+            for i, s in enumerate(group.slices)
+        ]
+        sums.append(reference_block_checksum(parts))
+    return sums
+
+
+def cells(group: CacheGroup, block: np.ndarray[Any, Any], index: int) -> np.ndarray[Any, Any]:
+    """One slice of a canonical block: (tokens, cell bytes)."""
+    return block[group.offsets[index] : group.offsets[index + 1]].reshape(group.block_size, -1)
+
+
+def index_key(store: KVStore, block_hash: bytes, group: int = 0) -> bytes:
+    """The index key of a block."""
+    return store._views[group].keys([block_hash])[0]
+
+
+class Raw:
+    """An open store's LMDB databases, for tests that damage them: values are replaced in transactions of their own,
+    below everything that kvstore checks."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._db = store._shard.db
+
+    def entry(self, key: bytes) -> bytes | None:
+        """An index entry."""
+        with self._db._env.begin() as txn:
+            found = txn.get(key, db=self._db._index)
+            return None if found is None else bytes(found)
+
+    def put_entry(self, key: bytes, value: bytes | None) -> None:
+        """Replace an index entry, or delete it."""
+        self._replace(self._db._index, key, value)
+
+    def payload(self) -> dict[bytes, bytes]:
+        """All chunks by their keys."""
+        with self._db._env.begin() as txn, txn.cursor(db=self._db._payload) as cursor:
+            return {bytes(k): bytes(v) for k, v in cursor}
+
+    def put_chunk(self, key: bytes, value: bytes | None) -> None:
+        """Replace a chunk, or delete it."""
+        self._replace(self._db._payload, key, value)
+
+    def quarantined(self) -> list[bytes]:
+        """The quarantine's values, oldest first."""
+        with self._db._env.begin() as txn, txn.cursor(db=self._db.quarantine.database) as cursor:
+            return [bytes(v) for _, v in cursor]
+
+    def _replace(self, database: Any, key: bytes, value: bytes | None) -> None:
+        with self._db._env.begin(write=True) as txn:
+            if value is None:
+                txn.delete(key, db=database)
+            else:
+                txn.put(key, value, db=database)
+
+
+def flip(data: bytes, bit: int) -> bytes:
+    """The bytes with one bit flipped."""
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
