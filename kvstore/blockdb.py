@@ -26,7 +26,7 @@ from kvstore.errors import (
 from kvstore.quarantine import Quarantine
 from kvstore.record import Header, chunk_key, parse_header
 from kvstore.storefile import DATA_NAME, StoreFile, StoreState, boot_id, check_data_file, make_folder, sync_folder
-from kvstore.usage import Usage
+from kvstore.usage import MAX_SEQUENCE, Usage
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class BlockDB:
         try:
             self._open()
         except BaseException:
+            self._closing = True
             _opened.discard(self._opened_as)
             raise
 
@@ -109,6 +110,11 @@ class BlockDB:
         """Write the STORE file of a new shard; empty a shard whose unsynced writes another boot may have lost."""
         state = self.store_file.state
         if not self.writable:
+            if state is not None and not state.clean and state.boot_id != boot_id():
+                raise StoreDamaged(
+                    f"{self.folder}: it was not closed before the machine went down, in a mode that does not survive that: "
+                    'open it once with mode="rw", which empties it'
+                )
             return
         if state is None:
             if (self.folder / DATA_NAME).exists():
@@ -162,9 +168,14 @@ class BlockDB:
             _keep_freed_memory()
         self.quarantine = Quarantine(quarantine, self._quarantine_bytes)
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that opened the shard."""
+        return os.getpid() != self._pid
+
     def check_open(self) -> None:
         """Raise StoreForked in the child of a fork, StoreClosed after close. Takes no lock, which a fork may hold."""
-        if os.getpid() != self._pid:
+        if self.forked:
             raise StoreForked(
                 f"{self.folder} was opened by process {self._pid}, this is its fork {os.getpid()}: open a store of the "
                 "child's own, on another shard or with mode='r'"
@@ -239,7 +250,8 @@ class BlockDB:
         """The accounting, with a last sequence number that no chunk exceeds, whatever became of the stored one."""
         usage = Usage.parse(txn.get(USAGE_KEY, db=self._meta))
         with txn.cursor(db=self._payload) as cursor:
-            if cursor.last():
+            beyond = cursor.set_range(chunk_key(MAX_SEQUENCE, 0))
+            if cursor.prev() if beyond else cursor.last():
                 usage.last_sequence = max(usage.last_sequence, int.from_bytes(cursor.key()[:8], "big"))
         return usage
 
@@ -253,8 +265,9 @@ class BlockDB:
         header = record.header.encode(sequence, now)
         txn.put(key, header, db=self._index)
         for number, chunk in enumerate((record.directory, *record.chunks)):
-            if not txn.put(chunk_key(sequence, number), chunk, db=self._payload, append=True):
-                raise lmdb.CorruptedError(f"payload has a key past the new sequence number {sequence}")
+            chunk_at = chunk_key(sequence, number)
+            if not txn.put(chunk_at, chunk, db=self._payload, append=True):
+                txn.put(chunk_at, chunk, db=self._payload)
         usage.add(record.header)
         if old is not None:
             self._forget(txn, old, usage)
@@ -302,12 +315,18 @@ class BlockDB:
         with self._entered(), self._begin() as txn:
             usage = Usage.parse(txn.get(USAGE_KEY, db=self._meta))
             records = txn.stat(self._index)["entries"]
-        file_bytes = (self.folder / DATA_NAME).stat().st_size
+        data = self.folder / DATA_NAME
+        file_bytes = data.stat().st_size if data.exists() else 0
         return {"records": records, **usage.figures(), "file_bytes": file_bytes, "capacity_bytes": self.capacity_bytes}
+
+    def __del__(self) -> None:
+        """A store that was dropped without close gives its shard up."""
+        if hasattr(self, "_env"):
+            self.close()
 
     def close(self) -> None:
         """Wait for calls in flight, sync, and give the shard up. Twice is allowed; in a fork's child it does nothing."""
-        if os.getpid() != self._pid:
+        if self.forked:
             return
         with self._gate:
             if self._closing:

@@ -73,6 +73,14 @@ class NoValidTokens(InvalidPosition):
     """A block of the call lies wholly past the request's last token."""
 
 
+class InvalidTokens(KVStoreError, ValueError):
+    """Token ids are not those of one request, or fewer than the cache holds."""
+
+
+class EngineError(KVStoreError):
+    """An engine's adapter was given a model or a store that it cannot serve, or the engine is not installed."""
+
+
 class StorePathError(KVStoreError, OSError):
     """The store's path cannot be used: a file in the way, or nothing there to read."""
 

@@ -54,7 +54,7 @@ class Quarantine:
         where it alone is larger. Their chunks are the caller's to free."""
         now = time.time_ns() // 1000
         name = usage.next_sequence(now).to_bytes(8, "big")
-        txn.put(name, Entry(now, kind, key, value).encode(), db=self.database, append=True)
+        txn.put(name, Entry(now, kind, key, value).encode(), db=self.database)
         usage.quarantine_records += 1
         usage.quarantine_bytes += self._cost(value)
         dropped = []

@@ -55,6 +55,9 @@ class Save:
                 stored[index], present[index] = outcome == "stored", outcome == "present"
                 if outcome not in ("stored", "present"):
                     failed[index] = outcome
+            if set(outcomes.values()) == {"store_full"}:
+                failed |= dict.fromkeys(todo[start + step :].tolist(), "store_full")
+                break
         self._count(stored, present, failed)
         return PutResult(stored, present, failed)
 
@@ -157,7 +160,10 @@ class Save:
 
     def _why(self, records: dict[int, NewRecord]) -> str:
         """LMDB does not say that a disk is full; the file system does."""
-        disk = os.statvfs(self.shard.db.folder)
+        try:
+            disk = os.statvfs(self.shard.db.folder)
+        except OSError:
+            return "io_error"
         needed = sum(record.header.stored_length for record in records.values())
         return "disk_full" if disk.f_bavail * disk.f_frsize < 2 * needed else "io_error"
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from kvstore.cache import CacheGroup
 from kvstore.checksum import UInt64Array, block_checksum_tags
 from kvstore.codec import Codec
 from kvstore.config import StoreConfig
+from kvstore.errors import StoreClosed
 from kvstore.geometry import ChunkPlan, chunk_plan, describe, encode_geometry
 from kvstore.identity import CacheIdentity, group_fingerprint
 from kvstore.record import SEQUENCE_FIELD, Header, record_key
@@ -28,6 +30,7 @@ from kvstore.transfer import HostPath, host_path
 MAX_REFUSED: Final = 2**16
 STAGING_BUFFERS: Final = 2
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 
 class Counters:
@@ -112,6 +115,8 @@ class Shard:
     counters: Counters = field(default_factory=Counters)
     refused: Refused = field(default_factory=Refused)
     _pools: dict[int, StagingPool] = field(default_factory=dict)
+    _executor: ThreadPoolExecutor | None = None
+    _executor_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
     def identity_id(self) -> bytes:
@@ -120,6 +125,25 @@ class Shard:
     @cached_property
     def identity_json(self) -> bytes:
         return self.identity.canonical_json().encode()
+
+    def submit(self, call: Callable[..., T], *arguments: object) -> Future[T]:
+        """Run a call in one of the shard's threads. Raises StoreClosed or StoreForked."""
+        self.db.check_open()
+        with self._executor_lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self.config.threads, thread_name_prefix="kvstore")
+            try:
+                return self._executor.submit(call, *arguments)
+            except RuntimeError:
+                raise StoreClosed(f"{self.db.folder} is being closed: open the store again") from None
+
+    def close(self) -> None:
+        """Finish submitted calls, then close the database. In a fork's child, which has none of the threads, nothing."""
+        if self.db.forked:
+            return
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        self.db.close()
 
     def staging(self, block_bytes: int) -> StagingPool:
         """The pool whose buffers hold one transaction's blocks, or one block where that is more."""

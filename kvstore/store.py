@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -69,8 +68,6 @@ class KVStore:
         db = BlockDB(folder, config.capacity_bytes, config.sync, mode == "rw", config.quarantine_bytes)
         self._shard = Shard(db, complete, config, codec_named(config.codec))
         self._owner = True
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_lock = threading.Lock()
         try:
             self._check_identity()
         except BaseException:
@@ -103,8 +100,7 @@ class KVStore:
             raise InvalidCache(f"cache is a {type(cache).__name__}: expected PagedKVCache.from_tensors(...)")
         other = object.__new__(type(self))
         other._bind(cache, self._shard.identity)
-        other._shard, other._owner, other._pool = self._shard, False, None
-        other._pool_lock = threading.Lock()
+        other._shard, other._owner = self._shard, False
         return other
 
     @property
@@ -215,7 +211,7 @@ class KVStore:
         parent: bytes | None = None,
     ) -> Future[PutResult]:
         """`put_blocks` in a thread of the store. The engine's blocks must not change until it is done."""
-        return self._executor().submit(self.put_blocks, block_hashes, block_ids, start, num_tokens, group, parent)
+        return self._shard.submit(self.put_blocks, block_hashes, block_ids, start, num_tokens, group, parent)
 
     def submit_get_blocks(
         self,
@@ -226,7 +222,7 @@ class KVStore:
         group: int = 0,
     ) -> Future[GetResult]:
         """`get_blocks` in a thread of the store. The engine's blocks must not be used until it is done."""
-        return self._executor().submit(self.get_blocks, block_hashes, block_ids, start, num_tokens, group)
+        return self._shard.submit(self.get_blocks, block_hashes, block_ids, start, num_tokens, group)
 
     def stats(self) -> dict[str, int]:
         """Counters of this store object (put_*, get_*) and figures of the shard (records, bytes, quarantine)."""
@@ -237,10 +233,8 @@ class KVStore:
 
     def close(self) -> None:
         """Finish submitted calls, sync and give the shard up. Twice is allowed."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
         if self._owner:
-            self._shard.db.close()
+            self._shard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -252,13 +246,6 @@ class KVStore:
 
     def _view(self, group: int) -> GroupView:
         return self._views[self._cache.group(group).number]
-
-    def _executor(self) -> ThreadPoolExecutor:
-        self._shard.db.check_open()
-        with self._pool_lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._shard.config.threads, thread_name_prefix="kvstore")
-            return self._pool
 
 
 def _check_types(cache: object, identity: object, config: object, rank: object) -> None:

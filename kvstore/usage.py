@@ -9,6 +9,8 @@ from typing import Final
 from kvstore.record import Header
 
 FORM: Final = struct.Struct("<5Q")
+MAX_SEQUENCE: Final = 2**62
+"""No sequence number that was given reaches this: a larger one was read from damaged bytes."""
 
 
 @dataclass
@@ -34,7 +36,8 @@ class Usage:
     def next_sequence(self, now: int) -> int:
         """A sequence number that no record ever had: past the last one, and past a restored backup's by the clock
         (microseconds since 1970)."""
-        self.last_sequence = max(self.last_sequence + 1, now)
+        last = self.last_sequence if self.last_sequence < MAX_SEQUENCE - 2**32 else 0
+        self.last_sequence = max(last + 1, now)
         return self.last_sequence
 
     def add(self, header: Header) -> None:

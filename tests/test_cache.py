@@ -1,0 +1,146 @@
+"""PagedKVCache: layouts, groups, first heads, and the canonical order that follows from them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore import CacheIdentity, LayerSpec, PagedKVCache, Rank, block_checksums
+from kvstore.checksum import slice_factor
+from kvstore.errors import InvalidCache, InvalidShape, UnsupportedCache
+from kvstore.identity import group_fingerprint, layer_fingerprint, layer_number, layers_fingerprint
+from tests.support import LAYOUTS, layer_tensors, make_cache
+
+
+def test_slices_go_head_by_head_then_layer_by_layer() -> None:
+    tensors = layer_tensors("BHNC", layers=3, heads=2)
+    names = list(tensors)
+    shuffled = {name: tensors[name] for name in (names[2], names[0], names[1])}
+    cache = PagedKVCache.from_tensors(shuffled, "BHNC", first_head=dict.fromkeys(names, 4))
+    assert [(s.head, s.layer) for s in cache.group(0).slices] == [(4, 0), (4, 1), (4, 2), (5, 0), (5, 1), (5, 2)]
+    assert cache.group(0).factors.tolist() == [slice_factor(s.layer, s.head) for s in cache.group(0).slices]
+
+
+def test_layers_of_different_heads_share_the_order() -> None:
+    one, two = layer_tensors("BHNC", layers=1, heads=1), layer_tensors("BHNC", layers=1, heads=3, first_layer=1)
+    cache = PagedKVCache.from_tensors(one | two, "BHNC")
+    assert [(s.head, s.layer, s.local_head) for s in cache.group(0).slices] == [
+        (0, 0, 0),
+        (0, 1, 0),
+        (1, 1, 1),
+        (2, 1, 2),
+    ]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(layout=st.sampled_from(LAYOUTS), seed=st.integers(0, 99), layers=st.integers(1, 4), heads=st.integers(1, 4))
+def test_the_order_of_the_arguments_does_not_matter(layout: str, seed: int, layers: int, heads: int) -> None:
+    tensors = layer_tensors(layout, layers=layers, heads=heads, seed=seed)
+    mixed = list(tensors.items())
+    random.Random(seed).shuffle(mixed)
+    caches = [PagedKVCache.from_tensors(t, layout) for t in (tensors, dict(mixed))]
+    assert np.array_equal(block_checksums(caches[0], range(8)), block_checksums(caches[1], range(8)))
+    sizes = [cache.group(0).block_bytes for cache in caches]
+    assert sizes == [layers * heads * 4 * 64] * 2
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2, torch.int8, torch.uint8]
+)
+def test_dtypes_keep_their_names_and_sizes(dtype: torch.dtype) -> None:
+    layer = make_cache(dtype=dtype).group(0).layers[0]
+    assert layer.dtype == str(dtype).removeprefix("torch.")
+    assert layer.cell_bytes == 32 * dtype.itemsize
+
+
+def test_groups_have_blocks_and_sizes_of_their_own() -> None:
+    small, large = layer_tensors("BHNC", layers=1), layer_tensors("BHNC", layers=1, tokens=8, blocks=3, first_layer=1)
+    groups = {0: list(small), 3: list(large)}
+    cache = PagedKVCache.from_tensors(small | large, "BHNC", groups=groups)
+    assert [(g.block_size, g.num_blocks) for g in cache.groups.values()] == [(4, 8), (8, 3)]
+
+
+def test_one_layer_number_may_be_in_two_groups() -> None:
+    tensors = layer_tensors("BHNC", layers=1) | {"model.layers.0.indexer": torch.zeros(8, 1, 4, 32, dtype=torch.uint8)}
+    names = list(tensors)
+    with pytest.raises(UnsupportedCache, match="both layer 0"):
+        PagedKVCache.from_tensors(tensors, "BHNC")
+    assert set(PagedKVCache.from_tensors(tensors, "BHNC", groups={0: names[:1], 1: names[1:]}).groups) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [{0: []}, {0: ["no.such.0"]}, {0: "ab"}, {-1: ["x"]}, {70_000: ["x"]}, {"0": ["x"]}, {0: "twice"}, {0: "half"}],
+)
+def test_groups_must_name_each_layer_once(groups: Any) -> None:
+    tensors = layer_tensors("BHNC")
+    names = list(tensors)
+    if groups == {0: "twice"}:
+        groups = {0: names, 1: names[:1]}
+    if groups == {0: "half"}:
+        groups = {0: names[:1]}
+    with pytest.raises(InvalidCache, match=r"groups|layers"):
+        PagedKVCache.from_tensors(tensors, "BHNC", groups=groups)
+
+
+def test_odd_channels_need_to_be_told_apart() -> None:
+    tensors = {"layers.0": torch.zeros(2, 1, 4, 40, dtype=torch.uint8)}
+    assert PagedKVCache.from_tensors(tensors, "BHNC", value_channels=8).group(0).layers[0].k.nbytes == 32
+    with pytest.raises(UnsupportedCache, match="whole number"):
+        PagedKVCache.from_tensors(tensors, "BHNC")
+    with pytest.raises(InvalidShape, match="value_channels"):
+        PagedKVCache.from_tensors(tensors, "BHNC", value_channels=40)
+    with pytest.raises(InvalidShape, match="value_channels"):
+        PagedKVCache.from_tensors({"layers.0": torch.zeros(2, 1, 4, 41, dtype=torch.uint8)}, "BHNC")
+
+
+def test_layers_that_share_a_tensor_are_refused() -> None:
+    tensor = torch.zeros(2, 1, 4, 32, dtype=torch.uint8)
+    with pytest.raises(UnsupportedCache, match="share one tensor"):
+        PagedKVCache.from_tensors({"layers.0": tensor, "layers.1": tensor}, "BHNC")
+
+
+def test_the_cache_keeps_its_tensors_alive() -> None:
+    cache = make_cache(seed=1)
+    before = block_checksums(cache, range(8)).tolist()
+    junk = [torch.full((8, 2, 4, 32), i, dtype=torch.bfloat16) for i in range(20)]
+    assert len(junk) == 20
+    assert block_checksums(cache, range(8)).tolist() == before
+
+
+@pytest.mark.parametrize(("name", "number"), [("model.layers.12.self_attn.attn", 12), ("0", 0), ("h.007.x", 7)])
+def test_layer_numbers(name: str, number: int) -> None:
+    assert layer_number(name) == number
+
+
+@pytest.mark.parametrize(
+    "name", ["model.attn", "layers.1.experts.2", "layers.x1", "layers.-1", "layers.99999999999", "layers.²"]
+)
+def test_names_without_one_number_are_unsupported(name: str) -> None:
+    with pytest.raises(UnsupportedCache, match="number"):
+        layer_number(name)
+
+
+def test_fingerprints_of_stages_add_up_and_the_identity_counts_once() -> None:
+    layers = tuple(LayerSpec(f"layers.{i}", "full", "bfloat16", 8, 256, 256) for i in range(4))
+    identity = CacheIdentity("m", layers=layers)
+    parts = sum(layer_fingerprint(layer) for layer in layers) % 2**64
+    assert layers_fingerprint(layers) == parts
+    own = int.from_bytes(identity.digest()[:8], "little")
+    assert group_fingerprint(identity, 0) == (parts + own) % 2**64
+    assert group_fingerprint(identity, 1) == own
+
+
+def test_the_order_of_an_identitys_layers_does_not_matter() -> None:
+    layers = tuple(LayerSpec(f"layers.{i}", "full", "bfloat16", 8, 256, 256) for i in range(4))
+    assert CacheIdentity("m", layers=layers).digest() == CacheIdentity("m", layers=layers[::-1]).digest()
+
+
+def test_rank_folders_are_made_of_integers() -> None:
+    assert Rank(1, 4, 0, 2).folder == "tp1of4-pp0of2"
