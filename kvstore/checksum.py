@@ -32,11 +32,12 @@ MASK64 = 2**64 - 1
 def num_valid_tokens(position: int, block_size: int, num_tokens: int) -> int:
     """Tokens of a request of `num_tokens` that lie in its block at `position`.
 
-    Raises InvalidPosition where an argument is negative or block_size is not positive.
+    Raises InvalidPosition where an argument is no integer or negative, or block_size is not positive.
     """
-    if position < 0 or block_size <= 0 or num_tokens < 0:
+    whole = all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in (position, block_size, num_tokens))
+    if not whole or position < 0 or block_size <= 0 or num_tokens < 0:
         raise InvalidPosition(
-            f"position {position}, block_size {block_size}, num_tokens {num_tokens}: expected position and "
+            f"position {position}, block_size {block_size}, num_tokens {num_tokens}: expected integers, position and "
             "num_tokens of at least 0 and a block_size of at least 1"
         )
     return min(block_size, max(0, num_tokens - position * block_size))
@@ -153,6 +154,9 @@ class KVChecksumGroup:
                 f"values has the shape {self.values.shape}: expected (positions, {len(self.replica_keys)}), "
                 "a column for each replica key"
             )
+        arrays = [self.values] if self.stored is None else [self.values, self.stored]
+        if any(array.dtype != np.uint64 for array in arrays):
+            raise InvalidPosition(f"values and stored are {[str(a.dtype) for a in arrays]}: expected uint64")
         if self.stored is not None and self.stored.shape != self.values.shape[:1]:
             raise InvalidPosition(f"stored has the shape {self.stored.shape}: expected {self.values.shape[:1]}")
 
