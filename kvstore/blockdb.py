@@ -16,6 +16,8 @@ import lmdb
 import numpy as np
 
 from kvstore.errors import (
+    ConfigError,
+    KVStoreError,
     StoreAlreadyOpen,
     StoreClosed,
     StoreDamaged,
@@ -24,8 +26,19 @@ from kvstore.errors import (
     StorePermissionError,
 )
 from kvstore.quarantine import Quarantine
-from kvstore.record import Header, chunk_key, parse_header
-from kvstore.storefile import DATA_NAME, StoreFile, StoreState, boot_id, check_data_file, make_folder, sync_folder
+from kvstore.record import MAX_HEADER_BYTES, Header, chunk_key, parse_header
+from kvstore.storefile import (
+    DATA_NAME,
+    STORE_NAME,
+    StoreFile,
+    StoreState,
+    boot_id,
+    check_data_file,
+    make_folder,
+    path_errors,
+    reserve,
+    sync_folder,
+)
 from kvstore.usage import MAX_SEQUENCE, Usage
 
 log = logging.getLogger(__name__)
@@ -34,6 +47,9 @@ LMDB_ENGINE: Final = 0
 """The 0.9 engine, pinned: an environment variable could change py-lmdb's default, and the files differ."""
 PAGE_BYTES: Final = 4096
 MAX_READERS: Final = 512
+LOCK_NAME: Final = "lock.mdb"
+LOCK_BYTES: Final = 10 * PAGE_BYTES
+"""64 bytes a reader, and a header."""
 DATABASES: Final = (b"meta", b"index", b"payload", b"quarantine")
 IDENTITY_PREFIX: Final = b"identity:"
 USAGE_KEY: Final = b"usage"
@@ -57,9 +73,10 @@ class ReadView:
         self._txn, self._index, self._payload = txn, index, payload
 
     def header(self, key: bytes) -> bytes | None:
-        """A copy of the index entry under the key, None where there is none."""
+        """A copy of the index entry under the key, None where there is none; of one that is too long for a header, as
+        much as shows that."""
         found = self._txn.get(key, db=self._index)
-        return None if found is None else bytes(found)
+        return None if found is None else bytes(found[: MAX_HEADER_BYTES + 1])
 
     def chunk(self, sequence: int, number: int) -> memoryview | None:
         """The stored bytes of a chunk, None where it is missing."""
@@ -82,91 +99,110 @@ class BlockDB:
         self._pid = os.getpid()
         self._gate = threading.Condition()
         self._active, self._closing = 0, False
+        self._maps, self._waiting = 0, 0
         self._write_lock = threading.Lock()
         self._quarantine_bytes = quarantine_bytes
         self._opened_as = _claim(folder)
         try:
-            self._open()
+            with path_errors(folder, "expected a shard's folder, on a file system with room"):
+                self._open()
         except BaseException:
             self._closing = True
-            _opened.discard(self._opened_as)
+            _opened.pop(self._opened_as, None)
             raise
 
     def _open(self) -> None:
         if self.writable:
             make_folder(self.folder)
-        elif not (self.folder / DATA_NAME).exists():
-            raise StorePathError(f"{self.folder}: no {DATA_NAME} there: expected a shard that a writer has made")
+        self._check_strangers()
         self.store_file = StoreFile(self.folder, self.writable)
         try:
             self._prepare()
-            map_size = check_data_file(self.folder / DATA_NAME)
-            self._environment(self.capacity_bytes if self.writable else map_size)
+            known = check_data_file(self.folder / DATA_NAME)
+            if not self.writable and not known:
+                raise StorePathError(f"{self.folder}: no {DATA_NAME} there: expected a shard that a writer has made")
+            if self.writable:
+                reserve(self.folder / LOCK_NAME, LOCK_BYTES)
+            try:
+                self._environment(self.capacity_bytes if self.writable else known, new=not known)
+            except lmdb.Error as error:
+                raise self._cannot_open(error, new=not known) from None
         except BaseException:
             self.store_file.close()
             raise
 
+    def _check_strangers(self) -> None:
+        """A data.mdb whose STORE file is missing or empty is not touched."""
+        data, store = self.folder / DATA_NAME, self.folder / STORE_NAME
+        if data.exists() and not (store.exists() and store.stat().st_size):
+            raise StoreDamaged(
+                f"{self.folder}: {DATA_NAME} without a STORE file: it is no kvstore, or it is damaged; give another path"
+            )
+
     def _prepare(self) -> None:
-        """Write the STORE file of a new shard; empty a shard whose unsynced writes another boot may have lost."""
-        state = self.store_file.state
-        if not self.writable:
-            if state is not None and not state.clean and state.boot_id != boot_id():
-                raise StoreDamaged(
-                    f"{self.folder}: it was not closed before the machine went down, in a mode that does not survive that: "
-                    'open it once with mode="rw", which empties it'
-                )
-            return
-        if state is None:
-            if (self.folder / DATA_NAME).exists():
-                raise StoreDamaged(
-                    f"{self.folder}: {DATA_NAME} without a STORE file: it is no kvstore, or it is damaged; give another path"
-                )
-            self.store_file.write(StoreState(os.urandom(16), boot_id(), True, time.time_ns() // 1000))
-            sync_folder(self.folder)
-        elif not state.clean and state.boot_id != boot_id():
+        """Empty a shard whose unsynced writes another boot may have lost. Where LMDB has a file to make, the STORE file
+        says `unclean` before."""
+        state, data = self.store_file.state, self.folder / DATA_NAME
+        lost = state is not None and not state.clean and state.boot_id != boot_id()
+        if lost and not self.writable:
+            raise StoreDamaged(
+                f"{self.folder}: it was not closed before the machine went down, in a mode that does not survive that: "
+                'open it once with mode="rw", which empties it'
+            )
+        if lost:
             log.warning("%s: emptied: it was not closed, in a mode that does not survive a power loss", self.folder)
-            for name in (DATA_NAME, "lock.mdb"):
+            for name in (DATA_NAME, LOCK_NAME):
                 (self.folder / name).unlink(missing_ok=True)
             self.emptied = True
-            self.store_file.write(replace(state, clean=True, boot_id=boot_id()))
+        if state is None and self.writable:
+            self.store_file.write(StoreState(os.urandom(16), boot_id(), False, time.time_ns() // 1000))
+            sync_folder(self.folder)
+        elif self.writable and not data.exists():
+            self._mark(clean=False)
 
-    def _environment(self, map_size: int) -> None:
-        try:
-            self._env = lmdb.open(
-                str(self.folder),
-                map_size=map_size,
-                readonly=not self.writable,
-                sync=self.sync,
-                mode=0o600,
-                create=self.writable,
-                meminit=False,
-                max_readers=MAX_READERS,
-                max_dbs=len(DATABASES),
-                lib_version=LMDB_ENGINE,
-            )
-        except lmdb.Error as error:
-            if "ermission" in str(error):
-                raise StorePermissionError(
-                    f"{self.folder}: {error}: make it this user's, or give another path"
-                ) from None
-            raise StoreDamaged(
-                f"{self.folder}: LMDB cannot open it: {error}; restore it, or remove the folder"
-            ) from None
+    def _environment(self, map_size: int, new: bool) -> None:
+        self._env = lmdb.open(
+            str(self.folder),
+            map_size=map_size,
+            readonly=not self.writable,
+            sync=self.sync,
+            mode=0o600,
+            create=self.writable,
+            meminit=False,
+            max_readers=MAX_READERS,
+            max_dbs=len(DATABASES),
+            lib_version=LMDB_ENGINE,
+        )
         try:
             self._env.reader_check()
-            if self.writable and not (self.store_file.state or _NEVER).clean and self.sync:
+            opened = [self._env.open_db(name, create=self.writable) for name in DATABASES]
+            if new:
+                sync_folder(self.folder)
+            if self.writable and self.sync and not (self.store_file.state or _NEVER).clean:
                 self._env.sync(True)
                 self._mark(clean=True)
-            opened = [self._env.open_db(name, create=self.writable) for name in DATABASES]
-        except lmdb.Error as error:
+        except BaseException:
             self._env.close()
-            raise StoreDamaged(
-                f"{self.folder}: its databases cannot be read: {error}; restore it, or remove it"
-            ) from None
+            raise
         self._meta, self._index, self._payload, quarantine = opened
         if self.writable:
             _keep_freed_memory()
         self.quarantine = Quarantine(quarantine, self._quarantine_bytes)
+
+    def _cannot_open(self, error: lmdb.Error, new: bool) -> KVStoreError:
+        """What LMDB's refusal to open the shard means."""
+        if isinstance(error, lmdb.MemoryError):
+            return ConfigError(f"capacity_bytes {self.capacity_bytes} cannot be mapped ({error}): choose a smaller one")
+        if "ermission" in str(error):
+            return StorePermissionError(f"{self.folder}: {error}: make it this user's, or give another path")
+        if "already open" in str(error):
+            return StoreAlreadyOpen(
+                f"{self.folder}: {error} Or the process that forked this one has it open: open it in a spawned process"
+            )
+        if new:
+            (self.folder / DATA_NAME).unlink(missing_ok=True)
+            return StorePathError(f"{self.folder}: LMDB cannot make its file: {error}: is the file system full?")
+        return StoreDamaged(f"{self.folder}: LMDB cannot open it: {error}; restore it, or remove the folder")
 
     @property
     def forked(self) -> bool:
@@ -177,8 +213,8 @@ class BlockDB:
         """Raise StoreForked in the child of a fork, StoreClosed after close. Takes no lock, which a fork may hold."""
         if self.forked:
             raise StoreForked(
-                f"{self.folder} was opened by process {self._pid}, this is its fork {os.getpid()}: open a store of the "
-                "child's own, on another shard or with mode='r'"
+                f"{self.folder} was opened by process {self._pid}, this is its fork {os.getpid()}: let the child open a "
+                "shard of its own, or spawn it instead of forking"
             )
         if self._closing:
             raise StoreClosed(f"{self.folder} was closed: open the store again")
@@ -204,11 +240,25 @@ class BlockDB:
             yield ReadView(txn, self._index, self._payload)
 
     def _begin(self) -> Any:
-        try:
-            return self._env.begin(buffers=True)
-        except lmdb.MapResizedError:
-            self._env.set_mapsize(0)
-            return self._env.begin(buffers=True)
+        """A read transaction for a call that has entered. Another process may have grown the file past the map."""
+        while True:
+            seen = self._maps
+            try:
+                return self._env.begin(buffers=True)
+            except lmdb.MapResizedError:
+                self._map_anew(seen)
+
+    def _map_anew(self, seen: int) -> None:
+        """Adopt the file's map size while no call has a transaction, since the old map goes away under it."""
+        with self._gate:
+            self._waiting += 1
+            self._gate.notify_all()
+            self._gate.wait_for(lambda: self._maps != seen or self._active == self._waiting)
+            self._waiting -= 1
+            if self._maps == seen:
+                self._env.set_mapsize(0)
+                self._maps += 1
+                self._gate.notify_all()
 
     @contextmanager
     def _write(self) -> Iterator[Any]:
@@ -241,7 +291,8 @@ class BlockDB:
         """
         with self._write() as txn:
             usage = self._usage(txn)
-            txn.put(IDENTITY_PREFIX + identity[0], identity[1], db=self._meta, overwrite=False)
+            if txn.get(IDENTITY_PREFIX + identity[0], db=self._meta) != identity[1]:
+                txn.put(IDENTITY_PREFIX + identity[0], identity[1], db=self._meta)
             written = [self._put(txn, record, usage, keep) for record in records]
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
         return written
@@ -299,7 +350,7 @@ class BlockDB:
         Raises as `write` does.
         """
         with self._write() as txn:
-            if txn.get(key, db=self._index) != value:
+            if (txn.get(key, db=self._index) or b"")[: MAX_HEADER_BYTES + 1] != value:
                 return False
             usage = self._usage(txn)
             txn.delete(key, db=self._index)
@@ -342,7 +393,7 @@ class BlockDB:
         finally:
             self._env.close()
             self.store_file.close()
-            _opened.discard(self._opened_as)
+            _opened.pop(self._opened_as, None)
 
 
 def _keep_freed_memory() -> None:
@@ -356,19 +407,17 @@ def _keep_freed_memory() -> None:
 
 
 _NEVER: Final = StoreState(b"", b"", True, 0)
-_opened: set[str] = set()
-_opened_lock = threading.Lock()
+_opened: dict[str, object] = {}
+"""Shards that are open in this process. No lock guards it, which a fork could leave held."""
 os.register_at_fork(after_in_child=_opened.clear)
 
 
 def _claim(folder: Path) -> str:
     """Note that this process opens the shard; raises StoreAlreadyOpen."""
-    name = os.path.realpath(folder)
-    with _opened_lock:
-        if name in _opened:
-            raise StoreAlreadyOpen(
-                f"{folder} is open in this process already: share that KVStore (any thread may call it, "
-                "`attach` binds another cache), or close it first"
-            )
-        _opened.add(name)
+    name, claim = os.path.realpath(folder), object()
+    if _opened.setdefault(name, claim) is not claim:
+        raise StoreAlreadyOpen(
+            f"{folder} is open in this process already: share that KVStore (any thread may call it, "
+            "`attach` binds another cache), or close it first"
+        )
     return name

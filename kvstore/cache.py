@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -149,12 +150,15 @@ class PagedKVCache:
         check_layout(layout)
         if not isinstance(tensors, Mapping) or not tensors:
             raise InvalidCache(f"tensors is {type(tensors).__name__} without layers: expected {{layer name: tensor}}")
+        if unnamed := [name for name in tensors if not isinstance(name, str)]:
+            raise InvalidCache(f"tensors has the key {unnamed[0]!r}: expected the model's layer names")
         names = _group_names(tensors, groups)
-        heads, types = dict(first_head or {}), dict(layer_types or {})
-        values = dict(value_channels) if isinstance(value_channels, Mapping) else dict.fromkeys(tensors, value_channels)
-        for option, given in (("first_head", heads), ("layer_types", types), ("value_channels", values)):
-            if unknown := sorted(set(given) - set(tensors)):
-                raise InvalidCache(f"{option} names layers that are not in tensors: {', '.join(map(str, unknown))}")
+        heads = _per_layer("first_head", first_head or {}, tensors)
+        types = _per_layer("layer_types", layer_types or {}, tensors)
+        by_layer = isinstance(value_channels, Mapping)
+        values = _per_layer("value_channels", value_channels, tensors) if by_layer else {}
+        if not by_layer:
+            values = dict.fromkeys(tensors, value_channels)
         planes = {name: take_apart(name, tensors[name], layout, values.get(name)) for name in tensors}
         layers = {name: _layer(name, planes[name], heads.get(name, 0), types.get(name, "full")) for name in tensors}
         _check_addresses(layers)
@@ -169,11 +173,21 @@ class PagedKVCache:
         return found
 
 
+def _per_layer(option: str, given: object, tensors: Mapping[str, LayerTensors]) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise InvalidCache(f"{option} is {given!r}: expected {{layer name: value}}")
+    if unknown := sorted(map(str, set(given) - set(tensors))):
+        raise InvalidCache(f"{option} names layers that are not in tensors: {', '.join(unknown)}")
+    return dict(given)
+
+
 def _group_names(
     tensors: Mapping[str, LayerTensors], groups: Mapping[int, Sequence[str]] | None
 ) -> dict[int, tuple[str, ...]]:
     if groups is None:
         return {0: tuple(tensors)}
+    if not isinstance(groups, Mapping):
+        raise InvalidCache(f"groups is {groups!r}: expected {{group number: layer names}}")
     named: dict[int, tuple[str, ...]] = {}
     for number, members in groups.items():
         if not isinstance(number, int) or not 0 <= number <= MAX_GROUP or isinstance(members, str) or not members:
@@ -182,8 +196,8 @@ def _group_names(
             )
         named[number] = tuple(members)
     every = [name for members in named.values() for name in members]
-    if sorted(every) != sorted(tensors):
-        wrong = sorted(set(tensors) ^ set(every)) or sorted({name for name in every if every.count(name) > 1})
+    if len(every) != len(tensors) or set(every) != set(tensors):
+        wrong = sorted(map(str, set(tensors) ^ set(every))) or sorted({n for n in every if every.count(n) > 1})
         raise InvalidCache(f"groups must name each layer of tensors exactly once; these do not fit: {', '.join(wrong)}")
     return named
 

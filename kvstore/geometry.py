@@ -64,7 +64,8 @@ def _extends(run: Sequence[int], number: int) -> bool:
 
 
 def decode_geometry(data: bytes) -> list[LayerShape]:
-    """The layers of an intact header, by number; the bytes' hash has been checked, so lengths are trusted."""
+    """The layers of an intact header, by number. A crafted header may name 65,535 layers a run: ask for the layers of
+    headers that fit a known geometry, or whose counts were summed before."""
     shapes = [
         LayerShape(first + i * step, head, heads + 1, k_bytes, v_bytes)
         for first, count, step, head, heads, k_bytes, v_bytes in RUN.iter_unpack(data)
@@ -75,10 +76,11 @@ def decode_geometry(data: bytes) -> list[LayerShape]:
 
 def describe(block_size: int, data: bytes) -> str:
     """A geometry in words, for a rejection's detail."""
-    shapes = decode_geometry(data)
-    heads = sorted({(s.first_head, s.first_head + s.heads - 1) for s in shapes})
-    cells = sorted({(s.k_bytes, s.v_bytes) for s in shapes})
-    return f"{block_size} tokens, {len(shapes)} layers, heads {heads}, K and V bytes {cells}"
+    runs = list(RUN.iter_unpack(data))
+    layers = sum(run[1] for run in runs)
+    heads = sorted({(run[3], run[3] + run[4]) for run in runs})
+    cells = sorted({run[5:] for run in runs})
+    return f"{block_size} tokens, {layers} layers, heads {heads}, K and V bytes {cells}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,8 +30,11 @@ class LayerSpec:
     group: int = 0
 
     def __post_init__(self) -> None:
-        if not self.name or not isinstance(self.name, str):
-            raise IdentityError(f"a layer's name is {self.name!r}: expected a non-empty string")
+        if not all(isinstance(text, str) and text for text in (self.name, self.type, self.dtype)):
+            raise IdentityError(f"{self}: expected non-empty strings as name, type and dtype")
+        numbers = (self.kv_heads, self.k_bytes, self.v_bytes, self.group)
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers) or not 0 <= self.group < 2**16:
+            raise IdentityError(f"{self}: expected integers, and a group of 0 to 65535")
         if self.type not in LAYER_TYPES:
             raise IdentityError(f"layer {self.name}: type {self.type!r}: expected one of {', '.join(LAYER_TYPES)}")
         if not 1 <= self.kv_heads <= MAX_KV_HEADS_PER_LAYER:
@@ -70,6 +73,7 @@ class CacheIdentity:
         for key, extra in self.extra.items():
             if not isinstance(key, str) or not isinstance(extra, Scalar):
                 raise IdentityError(f"identity: extra[{key!r}] is {extra!r}: expected str, int, float, bool or None")
+        object.__setattr__(self, "extra", dict(self.extra))
         if self.layers is not None:
             ordered = tuple(sorted(self.layers, key=lambda layer: layer.name))
             if len({layer.name for layer in ordered}) != len(ordered):
@@ -103,7 +107,12 @@ class CacheIdentity:
 
     def digest(self) -> bytes:
         """The identity id: 16 bytes of BLAKE2b over the canonical JSON."""
-        return hashlib.blake2b(self.canonical_json().encode(), digest_size=IDENTITY_ID_BYTES).digest()
+        return identity_digest(self.canonical_json().encode())
+
+
+def identity_digest(canonical_json: bytes) -> bytes:
+    """The identity id of a canonical JSON."""
+    return hashlib.blake2b(canonical_json, digest_size=IDENTITY_ID_BYTES).digest()
 
 
 def layer_fingerprint(layer: LayerSpec) -> int:

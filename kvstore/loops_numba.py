@@ -2,7 +2,9 @@
 
 Engine memory is walked by address. A `table` has one row for each slice, in the order in which the engine's
 memory lies, and these int64 columns: K's address, block stride, token stride and bytes; the same for V; the
-slice's canonical index. Where K and V of a cell are one run, K's columns describe the cell and V has no bytes.
+slice's canonical index; the row with which the next layer begins (the first row after the last one's), and
+how many bytes of that layer's K and V the rows before this one ask for ahead. Where K and V of a cell are one run, K's
+columns describe the cell and V has no bytes.
 Addresses, strides and bytes are multiples of 8 (`Plane.regular`); the caller keeps the memory alive and has
 checked every block id.
 """
@@ -22,7 +24,9 @@ U64 = np.uint64
 ONE, TWO, LANES, TWICE_LANES = U64(1), U64(2), U64(8), U64(16)
 VECTOR_BYTES = 64
 PREFETCH_BYTES = 4096
-"""How far ahead of a run the checksum asks for memory: the hardware's prefetch stops at each 4 KiB page."""
+"""How far ahead of a run the checksum asks for memory: the hardware's prefetch stops at each 4 KiB page. Where a slice
+lies in short runs between those of other heads, it asks for the next layer's memory instead, each head for its share in
+the order of addresses: no prefetcher follows the strides themselves."""
 
 
 @intrinsic
@@ -116,9 +120,10 @@ def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-@compiled("uint64(int64, int64, int64, int64, uint64, uint64)")
-def plane_sum(address, token_stride, tokens, pieces, cell_pieces, index):  # type: ignore[no-untyped-def]
-    """sum of x * (2*j + 1) over `tokens` runs of `pieces`, j = index + token*cell_pieces + piece.
+@compiled("uint64(int64, int64, int64, int64, uint64, uint64, int64)")
+def plane_sum(address, token_stride, tokens, pieces, cell_pieces, index, ahead):  # type: ignore[no-untyped-def]
+    """sum of x * (2*j + 1) over `tokens` runs of `pieces`, j = index + token*cell_pieces + piece. Meanwhile as many
+    bytes from `ahead` on are asked for: a hint, any address will do.
 
     Eight lanes run without a multiplication: `a` sums the vectors, `b` sums a after each vector, `c` sums a
     after each token; then sum(q*x) = vectors*a - b and sum(t*x) = tokens*a - c (docs/checksum.md).
@@ -128,11 +133,10 @@ def plane_sum(address, token_stride, tokens, pieces, cell_pieces, index):  # typ
     c = U64(0)
     rest = U64(0)
     vectors = pieces // 8
-    ahead = PREFETCH_BYTES if pieces * 8 >= PREFETCH_BYTES else 2 * token_stride
     for token in range(tokens):
         at = address + token * token_stride
         for _ in range(vectors):
-            prefetch(at + ahead)
+            prefetch(ahead)
             a0 += load64(at)
             a1 += load64(at + 8)
             a2 += load64(at + 16)
@@ -150,6 +154,7 @@ def plane_sum(address, token_stride, tokens, pieces, cell_pieces, index):  # typ
             b6 += a6
             b7 += a7
             at += 64
+            ahead += 64
         c += a0 + a1 + a2 + a3 + a4 + a5 + a6 + a7
         weight = TWO * (index + U64(token) * cell_pieces + LANES * U64(vectors)) + ONE
         for piece in range(pieces - vectors * 8):
@@ -171,16 +176,21 @@ def checksum(base, table, block_ids, first_tokens, valid, out):  # type: ignore[
     """
     for b in range(block_ids.size):
         block, tokens, first = block_ids[b], valid[b], U64(first_tokens[b])
+        after = block_ids[b + 1] if b + 1 < block_ids.size else block
         for row in range(table.shape[0]):
             k, k_stride, k_bytes = base + table[row, 0] + block * table[row, 1], table[row, 2], table[row, 3]
             v, v_stride, v_bytes = base + table[row, 4] + block * table[row, 5], table[row, 6], table[row, 7]
             cell = U64((k_bytes + v_bytes) // 8)
             if v_bytes == 0 and k_stride == k_bytes:
-                total = plane_sum(k, 0, 1, tokens * k_bytes // 8, U64(0), first * cell)
+                total = plane_sum(k, 0, 1, tokens * k_bytes // 8, U64(0), first * cell, k + PREFETCH_BYTES)
             else:
-                total = plane_sum(k, k_stride, tokens, k_bytes // 8, cell, first * cell)
+                layer = table[row, 9]
+                coming = block if layer > row else after
+                ahead = base + table[layer, 0] + coming * table[layer, 1] + table[row, 10]
+                total = plane_sum(k, k_stride, tokens, k_bytes // 8, cell, first * cell, ahead)
                 if v_bytes > 0:
-                    total += plane_sum(v, v_stride, tokens, v_bytes // 8, cell, first * cell + U64(k_bytes // 8))
+                    v_index, ahead = first * cell + U64(k_bytes // 8), base + table[layer, 4] + coming * table[layer, 5]
+                    total += plane_sum(v, v_stride, tokens, v_bytes // 8, cell, v_index, ahead + table[row, 11])
             out[b, table[row, 8]] = total
 
 

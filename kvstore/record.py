@@ -29,11 +29,11 @@ FIXED: Final = struct.Struct("<4sHHQ BBHI QQQQQII QQQ QIBBBB")
 MAX_HEADER_BYTES: Final = 1900
 SEQUENCE_FIELD: Final = slice(40, 48)
 """Where a header has its sequence number."""
-POSITION_FIELD: Final = struct.Struct("<Q")
-POSITION_OFFSET: Final = 56
 CHUNK_ENTRY: Final = np.dtype([("length", "<u4"), ("hash", "<u8")])
 """A chunk's line in the directory, 12 bytes."""
-IDENTITY_BYTES: Final = 16
+KEY_BYTES: Final = range(26, 83)
+"""Lengths of an index key: identity id, group, and a block hash of 8 to 64 bytes."""
+PARENT_BYTES: Final = (0, *range(8, 65))
 
 
 def record_key(identity_id: bytes, group: int, block_hash: bytes) -> bytes:
@@ -115,10 +115,13 @@ def _unpack(data: bytes) -> Header | Rejection:
     valid, directory_length, fingerprint, tagged, directory_hash, touch, accesses, kind = fields[13:21]
     key_end = FIXED.size + fields[21]
     parent_end = key_end + fields[22]
-    if fields[23] > MAX_RUNS or parent_end + fields[23] * RUN.size != len(data):
-        return Rejection("header", "its key, parent and geometry do not fill its length")
-    if algorithm != CHECKSUM_ALGORITHM:
-        return Rejection("version", f"checksum algorithm {algorithm}, this kvstore knows {CHECKSUM_ALGORITHM}")
+    bounded = fields[21] in KEY_BYTES and fields[22] in PARENT_BYTES and 1 <= fields[23] <= MAX_RUNS
+    if not bounded or parent_end + fields[23] * RUN.size != len(data):
+        return Rejection("header", "its key, parent and geometry are no such, or do not fill its length")
+    if algorithm != CHECKSUM_ALGORITHM or flags:
+        return Rejection(
+            "version", f"checksum algorithm {algorithm}, flags {flags}; known are {CHECKSUM_ALGORITHM} and 0"
+        )
     return Header(
         *(codec, block_size, raw, stored, position, valid, fingerprint, tagged, directory_length, directory_hash),
         key=data[FIXED.size : key_end],

@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore.blockdb import NewRecord
 from kvstore.checksum import UInt64Array, weighted_sums
+from kvstore.codec import CODECS
 from kvstore.record import Directory, Header, parse_header
 from kvstore.results import PutResult
 from kvstore.shard import GroupView, Shard
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
 CACHED_BYTES: Final = 2 * 2**20
-"""Block bytes that are gathered, summed and hashed before the next ones, so that a core's cache serves the passes."""
+"""Block bytes that are gathered, summed and hashed before the next ones, so that a core's cache serves the passes. The
+numpy path takes a transaction's blocks at once: it has fewer, longer calls then."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +78,7 @@ class Save:
         header = parse_header(value, key)
         return (
             isinstance(header, Header)
+            and header.codec in CODECS
             and not self.shard.refused.holds(key, value)
             and header.valid_tokens == self.span.valid[index]
             and self.view.misfit(header, self.span.start + index) is None
@@ -85,7 +88,7 @@ class Save:
         """Store one transaction's blocks: {index: "stored", "present" or the reason of a failure}."""
         raw, outcomes, records = self.view.plan.raw_length, dict[int, str](), dict[int, NewRecord]()
         staging = buffer[: indices.size * raw].reshape(indices.size, raw)
-        step = max(1, CACHED_BYTES // raw)
+        step = max(1, CACHED_BYTES // raw) if self.view.path.direct else indices.size
         for start in range(0, indices.size, step):
             part = indices[start : start + step]
             made = self._stage(part, staging[start : start + step])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,9 +64,16 @@ def check_span(group: CacheGroup, block_ids: Sequence[int], start: int = 0, num_
     return Span(first, ids, first_tokens, np.minimum(group.block_size, tokens - first_tokens))
 
 
+def as_hashes(block_hashes: Sequence[bytes]) -> list[bytes]:
+    """The hashes as bytes; raises InvalidBlockHash."""
+    if not isinstance(block_hashes, Iterable):
+        raise InvalidBlockHash(f"block_hashes is a {type(block_hashes).__name__}: expected a list of bytes")
+    return [check_block_hash(h, i) for i, h in enumerate(block_hashes)]
+
+
 def check_hashes(block_hashes: Sequence[bytes], blocks: int | None = None) -> list[bytes]:
     """The hashes as bytes; raises InvalidBlockHash, or LengthMismatch where there are not `blocks` of them."""
-    hashes = [check_block_hash(h, i) for i, h in enumerate(block_hashes)]
+    hashes = as_hashes(block_hashes)
     if blocks is not None and len(hashes) != blocks:
         raise LengthMismatch(f"{len(hashes)} block_hashes and {blocks} block_ids: expected one id for each hash")
     if len(set(hashes)) != len(hashes):
@@ -84,8 +91,11 @@ def _whole(value: object, name: str) -> int:
 
 
 def _block_ids(block_ids: Sequence[int], num_blocks: int) -> Ints:
-    given = np.asarray(block_ids if len(block_ids) else np.empty(0, np.int64))
-    if given.ndim != 1 or given.dtype.kind not in "iu":
+    try:
+        given = np.asarray(block_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidBlockId(f"block_ids is {block_ids!r}: expected a list of integers ({error})") from None
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise InvalidBlockId(
             f"block_ids has the shape {given.shape} and dtype {given.dtype}: expected a list of integers"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -24,13 +25,16 @@ from kvstore.errors import (
     StorePathError,
     UnsupportedCache,
 )
-from kvstore.identity import CacheIdentity, LayerSpec, Rank
+from kvstore.identity import CacheIdentity, LayerSpec, Rank, identity_digest
 from kvstore.loading import Load
 from kvstore.record import Header, parse_header
 from kvstore.results import GetResult, PutResult
 from kvstore.saving import Save
 from kvstore.shard import GroupView, Shard
-from kvstore.span import check_hashes, check_span
+from kvstore.span import as_hashes, check_hashes, check_span
+from kvstore.storefile import path_errors
+
+log = logging.getLogger(__name__)
 
 
 class KVStore:
@@ -58,7 +62,7 @@ class KVStore:
         mode: str = "rw",
         io: str = "inline",
     ) -> None:
-        config, rank = config or StoreConfig(), rank or Rank()
+        config, rank = StoreConfig() if config is None else config, Rank() if rank is None else rank
         _check_types(cache, identity, config, rank)
         if mode not in ("r", "rw") or io != "inline":
             raise ConfigError(f'mode {mode!r} and io {io!r}: expected mode "r" or "rw", and io "inline"')
@@ -84,7 +88,11 @@ class KVStore:
             stored = self._shard.db.identity(self._shard.identity_id)
         except lmdb.Error:
             return
-        if stored is not None and stored != self._shard.identity_json:
+        if stored is None or stored == self._shard.identity_json:
+            return
+        if identity_digest(stored) != self._shard.identity_id:
+            log.warning("%s: the stored identity is damaged; the next put writes it anew", self._shard.db.folder)
+        else:
             raise IdentityError(
                 f"{self._shard.db.folder}: the identity id {self._shard.identity_id.hex()} belongs to another identity, "
                 f"{stored[:200]!r}: give this model a path of its own"
@@ -94,8 +102,9 @@ class KVStore:
         """A KVStore over the same open shard whose blocks lie in another cache of the same model.
 
         It shares database, counters and refused keys; closing it does nothing, closing this one ends both.
-        Raises IdentityError or UnsupportedCache where the cache does not fit the identity.
+        Raises IdentityError or UnsupportedCache where the cache does not fit the identity, StoreClosed or StoreForked.
         """
+        self._shard.db.check_open()
         if not isinstance(cache, PagedKVCache):
             raise InvalidCache(f"cache is a {type(cache).__name__}: expected PagedKVCache.from_tensors(...)")
         other = object.__new__(type(self))
@@ -139,9 +148,9 @@ class KVStore:
         view = self._view(group)
         if not self._shard.db.writable:
             raise ReadOnlyStore(f'{self.folder} was opened with mode="r": open it with mode="rw" to put blocks')
-        hashes = check_hashes(block_hashes, len(block_ids))
-        before = None if parent is None else check_block_hash(parent)
         span = check_span(view.group, block_ids, start, num_tokens)
+        hashes = check_hashes(block_hashes, len(span))
+        before = None if parent is None else check_block_hash(parent)
         return Save(self._shard, view, view.keys(hashes), hashes, span, before).run()
 
     def get_blocks(
@@ -159,8 +168,8 @@ class KVStore:
         """
         self._shard.db.check_open()
         view = self._view(group)
-        hashes = check_hashes(block_hashes, len(block_ids))
         span = check_span(view.group, block_ids, start, num_tokens)
+        hashes = check_hashes(block_hashes, len(span))
         return Load(self._shard, view, view.keys(hashes), hashes, span).run()
 
     def match_prefix(self, block_hashes: Sequence[bytes] | Mapping[int, Sequence[bytes]], group: int = 0) -> int:
@@ -173,7 +182,7 @@ class KVStore:
         if isinstance(block_hashes, Mapping):
             return min((self.match_prefix(hashes, number) for number, hashes in block_hashes.items()), default=0)
         view = self._view(group)
-        keys = view.keys([check_block_hash(h, i) for i, h in enumerate(block_hashes)])
+        keys = view.keys(as_hashes(block_hashes))
         try:
             with self._shard.db.read() as snapshot:
                 for position, key in enumerate(keys):
@@ -199,7 +208,7 @@ class KVStore:
         """
         self._shard.db.check_open()
         self._view(group)
-        self._shard.counters.add("touched", len([check_block_hash(h, i) for i, h in enumerate(block_hashes)]))
+        self._shard.counters.add("touched", len(as_hashes(block_hashes)))
 
     def submit_put_blocks(
         self,
@@ -260,9 +269,13 @@ def _check_types(cache: object, identity: object, config: object, rank: object) 
 
 
 def _root(path: str | os.PathLike[str]) -> Path:
-    root = Path(os.fspath(path))
-    if root.exists() and not root.is_dir():
-        raise StorePathError(f"{root} is a file: expected a folder, or a path where one can be made")
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise StorePathError(f"path is {path!r}: expected the name of a folder")
+    root = Path(name)
+    with path_errors(root, "expected a folder, or a path where one can be made"):
+        if root.exists() and not root.is_dir():
+            raise StorePathError(f"{root} is a file: expected a folder, or a path where one can be made")
     return root
 
 

@@ -9,7 +9,8 @@ import fcntl
 import os
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,14 @@ from typing import Final
 from lmdb.verify import VerifyError, verify
 from xxhash import xxh3_64_intdigest
 
-from kvstore.errors import StoreDamaged, StoreLocked, StorePathError, StorePermissionError, UnsupportedFormat
+from kvstore.errors import (
+    KVStoreError,
+    StoreDamaged,
+    StoreLocked,
+    StorePathError,
+    StorePermissionError,
+    UnsupportedFormat,
+)
 
 STORE_NAME: Final = "STORE"
 DATA_NAME: Final = "data.mdb"
@@ -31,6 +39,8 @@ SLOT_STRIDE: Final = 512
 CLEAN: Final = 1
 LMDB_META: Final = struct.Struct("<II")
 LMDB_MAGIC: Final = 0xBEEFC0DE
+CHECKS: Final = 3
+"""Looks at a data.mdb that a writer changes meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,19 @@ def parse_store(data: bytes, path: Path) -> StoreState:
     return max(found, key=lambda state: state.generation)
 
 
+@contextmanager
+def path_errors(path: Path, expected: str) -> Iterator[None]:
+    """Turn what the file system says into StorePathError, or StorePermissionError where this user may not."""
+    try:
+        yield
+    except KVStoreError:
+        raise
+    except PermissionError as error:
+        raise StorePermissionError(f"{path}: {error.strerror}: make it this user's, or give another path") from None
+    except OSError as error:
+        raise StorePathError(f"{path}: {error.strerror}: {expected}") from None
+
+
 class StoreFile:
     """The open STORE file of one shard. The writer's holds an exclusive lock until close; a forked child's copy
     is closed at the fork, so that it cannot keep the lock. Not thread-safe: its BlockDB owns it."""
@@ -96,14 +119,8 @@ class StoreFile:
     def __init__(self, folder: Path, writable: bool) -> None:
         self.path = folder / STORE_NAME
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
-        try:
+        with path_errors(self.path, "expected a shard that a writer has made"):
             self._fd = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
-        except PermissionError as error:
-            raise StorePermissionError(
-                f"{self.path}: {error.strerror}: make it this user's, or give another path"
-            ) from None
-        except OSError as error:
-            raise StorePathError(f"{self.path}: {error.strerror}: expected a shard that a writer has made") from None
         _open_files.add(self)
         try:
             if writable:
@@ -156,32 +173,45 @@ def check_data_file(path: Path) -> int:
     """The map size that data.mdb names, 0 where there is no file yet.
 
     A file shorter than its pages would kill the reader with SIGBUS, so its length is compared with both meta
-    pages before anything is mapped. Raises StoreDamaged.
+    pages before anything is mapped. A writer may be at work meanwhile. Raises StoreDamaged.
     """
-    if not path.exists() or path.stat().st_size == 0:
-        return 0
-    size = path.stat().st_size
+    for _ in range(CHECKS):
+        newest, size = _newest_meta(path)
+        if newest is None:
+            return 0
+        map_size, page_size, last, _txn = newest
+        problem = _short_file_problem(path) if (last + 1) * page_size > size else None
+        if problem is None:
+            return map_size
+        if _newest_meta(path)[0] == newest:
+            break
+    raise StoreDamaged(_damaged(path, f"{size} bytes of {last + 1} pages of {page_size}: {problem}"))
+
+
+def _newest_meta(path: Path) -> tuple[tuple[int, int, int, int] | None, int]:
+    """The meta page of the last transaction, None where there is no file yet, and the file's size: taken after the
+    page, since a writer makes the file longer before it writes the page."""
+    if not path.exists():
+        return None, 0
     with path.open("rb") as file:
-        first = _meta(file.read(4096))
+        head = os.pread(file.fileno(), 4096, 0)
+        first = _meta(head)
         second = _meta(os.pread(file.fileno(), 4096, first[1])) if first else None
+        size = os.fstat(file.fileno()).st_size
     metas = [meta for meta in (first, second) if meta]
-    if not metas:
+    if head and not metas:
         raise StoreDamaged(_damaged(path, "no intact LMDB meta page"))
-    newest = max(metas, key=lambda meta: meta[3])
-    if (newest[2] + 1) * newest[1] > size:
-        _check_short_file(path, size, newest[2] + 1, newest[1])
-    return newest[0]
+    return max(metas, key=lambda meta: meta[3], default=None), size
 
 
-def _check_short_file(path: Path, size: int, pages: int, page_size: int) -> None:
+def _short_file_problem(path: Path) -> str | None:
     """Pages that were freed before they were ever written may lie past the end of an intact file; a page in use may
     not. lmdb.verify walks the tree with plain reads and tells."""
     try:
         problems = verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
     except VerifyError as error:
         problems = [str(error)]
-    if problems:
-        raise StoreDamaged(_damaged(path, f"{size} bytes of {pages} pages of {page_size}: {problems[0]}"))
+    return str(problems[0]) if problems else None
 
 
 def _damaged(path: Path, reason: str) -> str:
@@ -202,21 +232,29 @@ def _meta(page: bytes) -> tuple[int, int, int, int] | None:
 
 def make_folder(path: Path) -> None:
     """Make a folder that only its owner can enter; parents too. Raises StorePathError or StorePermissionError."""
-    try:
+    with path_errors(path, "expected a folder, or a path where one can be made"):
         for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
             missing.mkdir(mode=0o700, exist_ok=True)
+            with suppress(PermissionError):
+                sync_folder(missing.parent)
         if not path.is_dir():
             raise NotADirectoryError(20, "not a directory")
-    except PermissionError as error:
-        raise StorePermissionError(f"{path}: {error.strerror}: make it this user's, or give another path") from None
-    except OSError as error:
-        raise StorePathError(f"{path}: {error.strerror}: expected a folder, or a path where one can be made") from None
 
 
-def sync_folder(path: Path, sync: Callable[[int], None] = os.fsync) -> None:
+def reserve(path: Path, nbytes: int) -> None:
+    """Have the file system give a file its blocks now: writing to one that is mapped and finds no room is a SIGBUS.
+    Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(path: Path) -> None:
     """Make a folder's entries durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        sync(fd)
+        os.fsync(fd)
     finally:
         os.close(fd)

@@ -131,13 +131,20 @@ def _engine_table(group: CacheGroup) -> Ints:
     slices = enumerate(group.slices)
     rows = [_engine_row(group.layers[s.row], s.local_head, index) for index, s in slices]
     order = sorted(range(len(rows)), key=lambda i: (group.slices[i].row, rows[i][0]))
-    return np.array([rows[i] for i in order], np.int64)
+    table, first = [], 0
+    for layer in group.layers:
+        after = (first + layer.heads) % len(rows)
+        for number, row in enumerate(rows[i] for i in order[first : first + layer.heads]):
+            shares = (number * group.block_size * nbytes for nbytes in (row[3], row[7]))
+            table.append([*row, after, *shares])
+        first += layer.heads
+    return np.array(table, np.int64)
 
 
 def _staging_table(group: CacheGroup) -> Ints:
     cells = [s.nbytes // group.block_size for s in group.slices]
     rows = [
-        [offset, group.block_bytes, cell, cell, offset, 0, 0, 0, index]
+        [offset, group.block_bytes, cell, cell, offset, 0, 0, 0, index, index, 0, 0]
         for index, (offset, cell) in enumerate(zip(group.offsets.tolist(), cells, strict=False))
     ]
     return np.array(rows, np.int64)
@@ -147,8 +154,10 @@ def _staging_table(group: CacheGroup) -> Ints:
 def compiled_loops() -> ModuleType | None:
     """The compiled loops, or None where numba is not installed, which is said once in the log."""
     if importlib.util.find_spec("numba") is None:
-        log.warning("numba is not installed: copies and checksums run in numpy, two to three times slower; "
-                    "`pip install kvstore[cpu]` brings it")  # fmt: skip
+        log.warning(
+            "numba is not installed: copies and checksums run in numpy, three to ten times slower; "
+            "`pip install kvstore[cpu]` brings it"
+        )
         return None
     return importlib.import_module("kvstore.loops_numba")
 
