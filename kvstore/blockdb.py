@@ -29,13 +29,15 @@ from kvstore.quarantine import Quarantine
 from kvstore.record import MAX_HEADER_BYTES, Header, chunk_key, parse_header
 from kvstore.storefile import (
     DATA_NAME,
-    STORE_NAME,
     StoreFile,
     StoreState,
     boot_id,
     check_data_file,
+    check_strangers,
+    claim,
     make_folder,
     path_errors,
+    release,
     reserve,
     sync_folder,
 )
@@ -102,19 +104,19 @@ class BlockDB:
         self._maps, self._waiting = 0, 0
         self._write_lock = threading.Lock()
         self._quarantine_bytes = quarantine_bytes
-        self._opened_as = _claim(folder)
+        self._opened_as = claim(folder)
         try:
             with path_errors(folder, "expected a shard's folder, on a file system with room"):
                 self._open()
         except BaseException:
             self._closing = True
-            _opened.pop(self._opened_as, None)
+            release(self._opened_as)
             raise
 
     def _open(self) -> None:
         if self.writable:
             make_folder(self.folder)
-        self._check_strangers()
+        check_strangers(self.folder)
         self.store_file = StoreFile(self.folder, self.writable)
         try:
             self._prepare()
@@ -131,17 +133,8 @@ class BlockDB:
             self.store_file.close()
             raise
 
-    def _check_strangers(self) -> None:
-        """A data.mdb whose STORE file is missing or empty is not touched."""
-        data, store = self.folder / DATA_NAME, self.folder / STORE_NAME
-        if data.exists() and not (store.exists() and store.stat().st_size):
-            raise StoreDamaged(
-                f"{self.folder}: {DATA_NAME} without a STORE file: it is no kvstore, or it is damaged; give another path"
-            )
-
     def _prepare(self) -> None:
-        """Empty a shard whose unsynced writes another boot may have lost. Where LMDB has a file to make, the STORE file
-        says `unclean` before."""
+        """Empty a shard whose unsynced writes another boot may have lost; say `unclean` before LMDB makes a file."""
         state, data = self.store_file.state, self.folder / DATA_NAME
         lost = state is not None and not state.clean and state.boot_id != boot_id()
         if lost and not self.writable:
@@ -196,9 +189,7 @@ class BlockDB:
         if "ermission" in str(error):
             return StorePermissionError(f"{self.folder}: {error}: make it this user's, or give another path")
         if "already open" in str(error):
-            return StoreAlreadyOpen(
-                f"{self.folder}: {error} Or the process that forked this one has it open: open it in a spawned process"
-            )
+            return StoreAlreadyOpen(f"{self.folder}: {error} Or by its parent, before a fork: spawn a process for it")
         if new:
             (self.folder / DATA_NAME).unlink(missing_ok=True)
             return StorePathError(f"{self.folder}: LMDB cannot make its file: {error}: is the file system full?")
@@ -393,7 +384,7 @@ class BlockDB:
         finally:
             self._env.close()
             self.store_file.close()
-            _opened.pop(self._opened_as, None)
+            release(self._opened_as)
 
 
 def _keep_freed_memory() -> None:
@@ -407,17 +398,3 @@ def _keep_freed_memory() -> None:
 
 
 _NEVER: Final = StoreState(b"", b"", True, 0)
-_opened: dict[str, object] = {}
-"""Shards that are open in this process. No lock guards it, which a fork could leave held."""
-os.register_at_fork(after_in_child=_opened.clear)
-
-
-def _claim(folder: Path) -> str:
-    """Note that this process opens the shard; raises StoreAlreadyOpen."""
-    name, claim = os.path.realpath(folder), object()
-    if _opened.setdefault(name, claim) is not claim:
-        raise StoreAlreadyOpen(
-            f"{folder} is open in this process already: share that KVStore (any thread may call it, "
-            "`attach` binds another cache), or close it first"
-        )
-    return name

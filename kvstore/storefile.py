@@ -21,6 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore.errors import (
     KVStoreError,
+    StoreAlreadyOpen,
     StoreDamaged,
     StoreLocked,
     StorePathError,
@@ -167,6 +168,36 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+_opened: dict[str, object] = {}
+"""Shards that are open in this process. No lock guards it, which a fork could leave held."""
+os.register_at_fork(after_in_child=_opened.clear)
+
+
+def claim(folder: Path) -> str:
+    """Note that this process opens the shard; raises StoreAlreadyOpen."""
+    name, mine = os.path.realpath(folder), object()
+    if _opened.setdefault(name, mine) is not mine:
+        raise StoreAlreadyOpen(
+            f"{folder} is open in this process already: share that KVStore (any thread may call it, "
+            "`attach` binds another cache), or close it first"
+        )
+    return name
+
+
+def release(name: str) -> None:
+    """The shard that `claim` named is open no more."""
+    _opened.pop(name, None)
+
+
+def check_strangers(folder: Path) -> None:
+    """Raise StoreDamaged for a data.mdb whose STORE file is missing or empty: it is not touched."""
+    data, store = folder / DATA_NAME, folder / STORE_NAME
+    if data.exists() and not (store.exists() and store.stat().st_size):
+        raise StoreDamaged(
+            f"{folder}: {DATA_NAME} without a STORE file: it is no kvstore, or it is damaged; give another path"
+        )
 
 
 def check_data_file(path: Path) -> int:
