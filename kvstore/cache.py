@@ -167,7 +167,7 @@ class PagedKVCache:
 
     def group(self, number: int) -> CacheGroup:
         """The group of that number; raises UnknownGroup."""
-        found = self.groups.get(number) if isinstance(number, int) else None
+        found = self.groups.get(number) if isinstance(number, int) and not isinstance(number, bool) else None
         if found is None:
             raise UnknownGroup(f"group {number!r}: this cache has the groups {sorted(self.groups)}")
         return found

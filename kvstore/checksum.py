@@ -82,14 +82,18 @@ def weighted_sums(slice_sums: UInt64Array, factors: UInt64Array) -> UInt64Array:
     return np.asarray((slice_sums * factors).sum(axis=1, dtype=np.uint64), np.uint64)
 
 
-def check_block_hash(block_hash: object, index: int = 0) -> bytes:
-    """The hash as bytes; raises InvalidBlockHash unless it is bytes of MIN_HASH_BYTES to MAX_HASH_BYTES."""
+def check_block_hash(block_hash: object, index: int | None = None) -> bytes:
+    """The hash as bytes; raises InvalidBlockHash unless it is bytes of MIN_HASH_BYTES to MAX_HASH_BYTES.
+
+    index: its place in block_hashes, None for a parent.
+    """
+    name = "parent" if index is None else f"block_hashes[{index}]"
     if not isinstance(block_hash, bytes | bytearray | memoryview):
-        raise InvalidBlockHash(f"block_hashes[{index}] is a {type(block_hash).__name__}: expected bytes")
+        raise InvalidBlockHash(f"{name} is a {type(block_hash).__name__}: expected bytes")
     value = bytes(block_hash)
     if not MIN_HASH_BYTES <= len(value) <= MAX_HASH_BYTES:
         raise InvalidBlockHash(
-            f"block_hashes[{index}] has {len(value)} bytes: expected {MIN_HASH_BYTES} to {MAX_HASH_BYTES}; "
+            f"{name} has {len(value)} bytes: expected {MIN_HASH_BYTES} to {MAX_HASH_BYTES}; "
             "pass the engine's chained hash unchanged"
         )
     return value

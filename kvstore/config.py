@@ -9,6 +9,8 @@ from kvstore.codec import codec_named
 from kvstore.errors import ConfigError
 
 MIB: Final = 2**20
+MAX_CAPACITY: Final = 2**46
+"""64 TiB: what a process can map."""
 DURABILITIES: Final = ("commit", "process")
 
 
@@ -40,6 +42,8 @@ class StoreConfig:
         lowest = {"capacity_bytes": MIB, "read_batch_bytes": 1, "quarantine_bytes": 0, "threads": 1}
         for name, least in lowest.items():
             _check(name, getattr(self, name), least)
+        if self.capacity_bytes > MAX_CAPACITY:
+            raise ConfigError(f"capacity_bytes is {self.capacity_bytes}: expected at most {MAX_CAPACITY} for one shard")
         if self.batch_bytes is not None:
             _check("batch_bytes", self.batch_bytes, 1)
 

@@ -157,7 +157,8 @@ class Rank:
 
     def __post_init__(self) -> None:
         for name, rank, size in (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size)):
-            if not (isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size <= 2**16):
+            whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (rank, size))
+            if not whole or not 0 <= rank < size <= 2**16:
                 raise ConfigError(f"{name}_rank {rank!r} of {name}_size {size!r}: expected 0 <= rank < size")
 
     @property

@@ -38,6 +38,8 @@ SLOT: Final = struct.Struct("<8sII Q Q 16s 16s I I Q")
 SLOT_STRIDE: Final = 512
 """Two slots, each in a sector of its own: a torn write leaves the other one."""
 CLEAN: Final = 1
+MAX_GENERATION: Final = 2**62
+"""No file is written this often."""
 LMDB_META: Final = struct.Struct("<II")
 LMDB_MAGIC: Final = 0xBEEFC0DE
 CHECKS: Final = 3
@@ -64,7 +66,7 @@ class StoreState:
 
 def slot_hash(data: bytes | bytearray) -> int:
     """XXH3-64 of a slot without the 8 bytes that hold the hash."""
-    return xxh3_64_intdigest(bytes(data[:16] + data[24 : SLOT.size]))
+    return xxh3_64_intdigest(bytes(data[:16] + data[24:]))
 
 
 @cache
@@ -76,28 +78,37 @@ def boot_id() -> bytes:
 def parse_store(data: bytes, path: Path) -> StoreState:
     """The newest intact slot of a STORE file.
 
-    Raises UnsupportedFormat where a slot is of a newer version, StoreDamaged where none is intact.
+    Raises UnsupportedFormat where an intact slot is of a newer version, or none is intact and one says so;
+    StoreDamaged where none is intact.
     """
     found: list[StoreState] = []
+    claimed: list[int] = []
     for start in (0, SLOT_STRIDE):
         slot = data[start : start + SLOT.size]
         if len(slot) < SLOT.size or slot[:8] != MAGIC:
             continue
-        _, version, length, stored_hash, *rest = SLOT.unpack(slot)
-        if version > FORMAT_VERSION:
-            raise UnsupportedFormat(
-                f"{path} is of format version {version}, this kvstore reads up to {FORMAT_VERSION}: upgrade kvstore, or "
-                "give another path; the store was left untouched"
-            )
-        if length == SLOT.size and slot_hash(slot) == stored_hash:
-            generation, store_id, boot, flags, _, created = rest
+        _, version, length, stored_hash, generation, store_id, boot, flags, _, created = SLOT.unpack(slot)
+        if not SLOT.size <= length <= SLOT_STRIDE or slot_hash(data[start : start + length]) != stored_hash:
+            claimed.append(version)
+        elif version > FORMAT_VERSION:
+            raise UnsupportedFormat(_newer(path, version))
+        elif length == SLOT.size and generation < MAX_GENERATION:
             found.append(StoreState(store_id, boot, bool(flags & CLEAN), created, generation))
+    if not found and max(claimed, default=0) > FORMAT_VERSION:
+        raise UnsupportedFormat(_newer(path, max(claimed)))
     if not found:
         raise StoreDamaged(
             f"{path}: neither of its two slots is intact ({len(data)} bytes): it is no kvstore, or it is damaged; "
             "restore it from a backup, or remove the shard's folder to start empty"
         )
     return max(found, key=lambda state: state.generation)
+
+
+def _newer(path: Path, version: int) -> str:
+    return (
+        f"{path} is of format version {version}, this kvstore reads up to {FORMAT_VERSION}: upgrade kvstore, or give "
+        "another path; the store was left untouched"
+    )
 
 
 @contextmanager

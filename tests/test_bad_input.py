@@ -19,7 +19,7 @@ import torch
 
 from kvstore import CacheIdentity, KVStore, PagedKVCache, Rank, StoreConfig, errors
 from kvstore.identity import LayerSpec
-from kvstore.storefile import DATA_NAME, FORMAT_VERSION, SLOT, SLOT_STRIDE, STORE_NAME
+from kvstore.storefile import DATA_NAME, FORMAT_VERSION, SLOT, SLOT_STRIDE, STORE_NAME, slot_hash
 from tests.support import IDENTITY, MIB, SMALL, block_hashes, canonical, layer_tensors, make_cache, open_store
 from tests.test_processes import child_outcome, run_python
 
@@ -522,13 +522,33 @@ def refused_by_both(
             open_store(folder / "store", cache, mode=mode)
 
 
-@pytest.mark.parametrize("slot", [0, 1])
-def test_a_store_of_a_newer_format_is_refused(closed: Path, tmp_path: Path, cache: PagedKVCache, slot: int) -> None:
+def newer(data: bytearray, slot: int, hashed: bool) -> None:
+    """Have a slot say the next format version, with the hash of its bytes or the old one."""
+    at = slot * SLOT_STRIDE
+    struct.pack_into("<I", data, at + 8, FORMAT_VERSION + 1)
+    if hashed:
+        struct.pack_into("<Q", data, at + 16, slot_hash(data[at : at + SLOT.size]))
+
+
+@pytest.mark.parametrize(("slots", "hashed"), [((0,), True), ((1,), True), ((0, 1), True), ((0, 1), False)])
+def test_a_store_of_a_newer_format_is_refused(
+    closed: Path, tmp_path: Path, cache: PagedKVCache, slots: tuple[int, ...], hashed: bool
+) -> None:
     data = bytearray((closed / STORE_NAME).read_bytes())
-    struct.pack_into("<I", data, slot * SLOT_STRIDE + 8, FORMAT_VERSION + 1)
+    for slot in slots:
+        newer(data, slot, hashed)
     (closed / STORE_NAME).write_bytes(data)
     words = (f"version {FORMAT_VERSION + 1}", f"up to {FORMAT_VERSION}", "upgrade", "untouched")
     refused_by_both(errors.UnsupportedFormat, *words, folder=tmp_path, cache=cache)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_version_that_is_a_flipped_bit_leaves_the_other_slot(closed: Path, cache: PagedKVCache, slot: int) -> None:
+    data = bytearray((closed / STORE_NAME).read_bytes())
+    newer(data, slot, hashed=False)
+    (closed / STORE_NAME).write_bytes(data)
+    with open_store(closed.parent, cache) as store:
+        assert store.stats()["records"] >= 0
 
 
 @pytest.mark.parametrize("garbage", [b"not a store at all", bytes(4096), os.urandom(64) * 16, b"\x89kvstore"])

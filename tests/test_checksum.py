@@ -289,6 +289,8 @@ def test_block_hash_of_wrong_length(size: int) -> None:
 @pytest.mark.parametrize("value", [None, 12345678, "12345678", [1, 2, 3, 4, 5, 6, 7, 8]], ids=repr)
 def test_block_hash_of_wrong_type(value: object) -> None:
     with pytest.raises(InvalidBlockHash, match=rf"block_hashes\[0\] is a {type(value).__name__}: expected bytes"):
+        check_block_hash(value, 0)
+    with pytest.raises(InvalidBlockHash, match=f"parent is a {type(value).__name__}: expected bytes"):
         check_block_hash(value)
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,7 +165,7 @@ def test_clean_is_written_only_after_the_last_sync(
             env.close()
 
     store._shard.db._env = Broken()  # type: ignore[assignment]
-    with suppress(lmdb.Error):
+    with pytest.raises(errors.StorePathError, match="the last sync failed: Input/output error"):
         store.close()
     assert not state_of(store.folder).clean
     with open_store(tmp_path, cache) as again:

@@ -20,7 +20,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     # words and errors
     ("errors", "results", "loops_numba"),
     ("checksum", "codec", "storefile"),
-    ("config", "identity", "layout"),
+    ("config", "environment", "identity", "layout"),
     ("cache",),
     # one block: its bytes in the cache, its bytes on disk
     ("geometry", "loops_numpy", "span"),
@@ -163,7 +163,9 @@ def test_what_is_heavy_or_optional_is_imported_in_its_place_alone(library: str) 
 
 def test_blockdb_alone_opens_lmdb_environments() -> None:
     openers = {m for m, tree in TREES.items() if "lmdb.open(" in ast.unparse(tree) and not inside(m, OUTER)}
-    assert openers == {"kvstore.blockdb"}
+    assert openers == {"kvstore.environment"}
+    users = {m for m, tree in TREES.items() if "kvstore.environment" in imports(tree) and not inside(m, OUTER)}
+    assert users == {"kvstore.blockdb"}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

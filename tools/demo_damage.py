@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import lmdb
 
-from kvstore.blockdb import LMDB_ENGINE
+from kvstore.environment import LMDB_ENGINE
 from kvstore.record import Header, chunk_key, parse_header
 from kvstore.storefile import DATA_NAME
 
