@@ -1,4 +1,4 @@
-# Everything is installed into .venv; nothing outside this folder is changed but the model's cache folder.
+# Everything is installed into .venv; outside this folder only caches grow: pip's own, and the model's (~/.cache/kvstore).
 PYTHON ?= python3
 VENV   := .venv
 READY  := $(VENV)/.ready

@@ -149,7 +149,7 @@ class PagedKVCache:
         """
         check_layout(layout)
         if not isinstance(tensors, Mapping) or not tensors:
-            raise InvalidCache(f"tensors is {type(tensors).__name__} without layers: expected {{layer name: tensor}}")
+            raise InvalidCache(f"tensors is {type(tensors).__name__}, or empty: expected {{layer name: tensor}}")
         if unnamed := [name for name in tensors if not isinstance(name, str)]:
             raise InvalidCache(f"tensors has the key {unnamed[0]!r}: expected the model's layer names")
         names = _group_names(tensors, groups)

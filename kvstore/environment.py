@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
 import time
@@ -65,6 +66,8 @@ class Environment:
         self.folder, self.sync, self.writable = folder, sync, writable
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         self.emptied = False
+        if writable:
+            _check_mappable(self.capacity_bytes)
         self._pid = os.getpid()
         self._gate = threading.Condition()
         self._active, self._closing = 0, False
@@ -254,6 +257,16 @@ class Environment:
             self._env.close()
             self.store_file.close()
             release(self._opened_as)
+
+
+def _check_mappable(nbytes: int) -> None:
+    """Raise ConfigError where this process cannot map so much, before anything on disk is touched."""
+    try:
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ).close()
+    except OSError as error:
+        raise ConfigError(
+            f"capacity_bytes {nbytes} cannot be mapped ({error.strerror}): choose a smaller one"
+        ) from None
 
 
 def _keep_freed_memory() -> None:

@@ -70,12 +70,19 @@ class CacheIdentity:
             value = getattr(self, name)
             if not isinstance(value, str) or (name == "model" and not value):
                 raise IdentityError(f"identity: {name} is {value!r}: expected a {'non-empty ' * (name == 'model')}str")
+        if not isinstance(self.extra, Mapping):
+            raise IdentityError(f"identity: extra is {self.extra!r}: expected {{name: value}}")
         for key, extra in self.extra.items():
             if not isinstance(key, str) or not isinstance(extra, Scalar):
                 raise IdentityError(f"identity: extra[{key!r}] is {extra!r}: expected str, int, float, bool or None")
         object.__setattr__(self, "extra", dict(self.extra))
         if self.layers is not None:
-            ordered = tuple(sorted(self.layers, key=lambda layer: layer.name))
+            given = tuple(self.layers) if isinstance(self.layers, Iterable) else ()
+            if not given or not all(isinstance(layer, LayerSpec) for layer in given):
+                raise IdentityError(
+                    f"identity: layers is {self.layers!r}: expected every layer of the model, as LayerSpec"
+                )
+            ordered = tuple(sorted(given, key=lambda layer: layer.name))
             if len({layer.name for layer in ordered}) != len(ordered):
                 raise IdentityError("identity: two layers have one name: describe each layer of the model once")
             object.__setattr__(self, "layers", ordered)

@@ -114,10 +114,12 @@ def check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
         )
     if tensor.dtype not in DTYPES:
         raise UnsupportedDtype(f"layer {name}: dtype {tensor.dtype}: expected one of {', '.join(DTYPES.values())}")
-    if tensor.layout != torch.strided or tensor.dim() != len(layout) or min(tensor.shape) < 1:
+    if tensor.layout != torch.strided:
+        raise InvalidShape(f"layer {name}: its tensor is {tensor.layout}: expected a dense one (torch.strided)")
+    if tensor.dim() != len(layout) or min(tensor.shape) < 1:
         raise InvalidShape(
-            f"layer {name}: a {tensor.layout} tensor of shape {tuple(tensor.shape)}: layout {layout!r} needs a dense one "
-            f"with {len(layout)} non-empty axes"
+            f"layer {name}: shape {tuple(tensor.shape)} has {tensor.dim()} axes: expected {len(layout)} "
+            f"non-empty ones, as layout {layout!r} names them"
         )
     if _overlaps(tensor):
         raise InvalidShape(

@@ -36,7 +36,7 @@ FAILURE_REASONS: Final = {
 @dataclass(frozen=True)
 class Rejection:
     """Why a record was refused: kind (one of REJECTION_KINDS), a sentence for the log, and whether the record
-    itself is to blame, so that it was taken out of the store."""
+    itself is to blame: a writer then takes it out of the store."""
 
     kind: str
     detail: str

@@ -41,14 +41,17 @@ class KVStore:
     """One rank's shard of a store of KV blocks, bound to the paged cache that blocks are copied from and to.
 
     path: the store's folder; the shard is a folder in it. cache: where the engine keeps its blocks. identity: what
-    must be equal for KV to be reusable. mode: "rw", one writer a shard, or "r". io: "inline", in this process.
+    must be equal for KV to be reusable. config: capacity, durability and the like, by default StoreConfig(). rank:
+    which worker of a tensor- and pipeline-parallel engine this is, by default the only one; each has a shard of its
+    own, and needs an identity with the layers of the unsharded model. mode: "rw", one writer a shard, or "r". io:
+    "inline", in this process.
 
     The caller owns it and closes it (or uses `with`); close waits for calls in flight. Any thread may call it, also
     several at once, as long as calls in flight at one time do not touch the same engine blocks. After close every
     call raises StoreClosed; in the child of a fork every call raises StoreForked.
 
     Raises StorePathError, StorePermissionError, StoreLocked, StoreAlreadyOpen, StoreDamaged, UnsupportedFormat,
-    IdentityError, ConfigError or UnsupportedCache; then nothing on disk was changed.
+    IdentityError, ConfigError or UnsupportedCache; then nothing that was stored is changed.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class KVStore:
     ) -> None:
         config, rank = StoreConfig() if config is None else config, Rank() if rank is None else rank
         _check_types(cache, identity, config, rank)
-        if mode not in ("r", "rw") or io != "inline":
-            raise ConfigError(f'mode {mode!r} and io {io!r}: expected mode "r" or "rw", and io "inline"')
+        if mode not in ("r", "rw"):
+            raise ConfigError(f'mode {mode!r}: expected "r" or "rw"')
+        if io != "inline":
+            raise ConfigError(f'io {io!r}: expected "inline"')
         complete = _complete(identity, cache, rank)
         self._bind(cache, complete)
         folder = _root(path) / rank.folder
@@ -164,7 +169,8 @@ class KVStore:
         """Load consecutive blocks of one request into the engine's cache, and verify them there.
 
         Arguments and exceptions as `put_blocks`. Only blocks with `verified` may be used: the others' contents are
-        undefined. Slots past the last valid token are never written.
+        undefined. Slots past the last valid token are never written. A block that is rejected, also for a wrong
+        `start`, is a miss from then on, until it is put again.
         """
         self._shard.db.check_open()
         view = self._view(group)
@@ -173,7 +179,8 @@ class KVStore:
         return Load(self._shard, view, view.keys(hashes), hashes, span).run()
 
     def match_prefix(self, block_hashes: Sequence[bytes] | Mapping[int, Sequence[bytes]], group: int = 0) -> int:
-        """How many leading blocks of a request are here. No side effects; a later get may still refuse one.
+        """How many leading blocks of a request are here. No side effects; a later get may still refuse one, or miss one
+        that was stored with another number of valid tokens.
 
         block_hashes: from position 0; or {group: hashes} for several groups, where a prefix ends as soon as one
         group's does. Raises InvalidBlockHash, UnknownGroup, StoreClosed or StoreForked.

@@ -156,7 +156,7 @@ def compiled_loops() -> ModuleType | None:
     if importlib.util.find_spec("numba") is None:
         log.warning(
             "numba is not installed: copies and checksums run in numpy, three to ten times slower; "
-            "`pip install kvstore[cpu]` brings it"
+            "the extra `cpu` of kvstore brings it, or `pip install numba`"
         )
         return None
     return importlib.import_module("kvstore.loops_numba")
@@ -170,6 +170,12 @@ def host_path(group: CacheGroup) -> HostPath:
     path = _paths.get(group)
     if path is None:
         loops = compiled_loops() if group.regular else None
+        if not group.regular:
+            log.warning(
+                "group %d: its cells are no runs of aligned 8-byte words, so copies and checksums run in numpy, several "
+                "times slower: keep the channels last, and strides in multiples of 8 bytes",
+                group.number,
+            )
         path = NumpyPath(group) if loops is None else NumbaPath(group, loops)
         _paths[group] = path
     return path

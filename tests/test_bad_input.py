@@ -183,8 +183,8 @@ BAD_CACHES: dict[str, tuple[Any, dict[str, Any], type[errors.KVStoreError], tupl
     "dtype int64": (named(GOOD.long()), {}, errors.UnsupportedDtype, (NAME, "torch.int64", "bfloat16")),
     "dtype complex": (named(GOOD.cfloat()), {}, errors.UnsupportedDtype, (NAME, "torch.complex64", "bfloat16")),
     "device": (named(GOOD.to("meta")), {}, errors.UnsupportedDevice, (NAME, "meta", "device='cpu'")),
-    "an axis too few": (named(bf16(4, 2, 4)), {}, errors.InvalidShape, (NAME, "(4, 2, 4)", "4 non-empty axes")),
-    "an axis too many": (named(bf16(1, 4, 2, 4, 32)), {}, errors.InvalidShape, (NAME, "'BHNC'", "4 non-empty axes")),
+    "an axis too few": (named(bf16(4, 2, 4)), {}, errors.InvalidShape, (NAME, "(4, 2, 4)", "expected 4 non-empty ones")),
+    "an axis too many": (named(bf16(1, 4, 2, 4, 32)), {}, errors.InvalidShape, (NAME, "'BHNC'", "expected 4 non-empty ones")),
     "an empty axis": (named(bf16(4, 2, 0, 32)), {}, errors.InvalidShape, (NAME, "(4, 2, 0, 32)", "non-empty")),
     "sparse": (named(GOOD.to_sparse()), {}, errors.InvalidShape, (NAME, "sparse", "dense")),
     "no K/V axis": (named(bf16(3, 4, 4, 2, 16)), {"layout": "2BNHD"}, errors.InvalidShape, (NAME, "3 entries", "expected 2")),
@@ -281,6 +281,9 @@ BAD_IDENTITIES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a layer's type": (lambda: LayerSpec("layers.0", "linear", "bfloat16", 2, 8, 8), ("layers.0", "'linear'", "full")),
     "a layer without heads": (lambda: LayerSpec("layers.0", "full", "bfloat16", 0, 8, 8), ("0 KV heads", "1 to 65536")),
     "a layer's pieces": (lambda: LayerSpec("layers.0", "full", "bfloat16", 2, 12, 8), ("12", "multiples of 8")),
+    "extra no mapping": (lambda: CacheIdentity("m", extra=5), ("extra is 5", "{name: value}")),  # type: ignore[arg-type]
+    "layers no specs": (lambda: CacheIdentity("m", layers=["a"]), ("layers is ['a']", "LayerSpec")),  # type: ignore[arg-type]
+    "layers empty": (lambda: CacheIdentity("m", layers=()), ("layers is ()", "every layer")),
     "a layer without a name": (lambda: LayerSpec("", "full", "bfloat16", 2, 8, 8), ("name=''", "non-empty strings")),
 }
 

@@ -86,8 +86,9 @@ def bench(
 ) -> None:
     """Measure put and get against this machine's limits: memcpy, pwrite, pread, fdatasync and np.sum of as many bytes.
 
-    GB/s are 10^9 bytes a second. The default geometry needs 1.1 GB of memory and, for as long as it runs, 0.8 GB of
-    disk. On some machines /tmp is a tmpfs, which lies in memory: give a `--path` on the disk that the store will be on.
+    GB/s are 10^9 bytes a second. The default geometry needs 1.5 GB of memory (2 GB with page cache) and, while
+    it runs, 0.8 GB of disk. On some machines /tmp is a tmpfs, which lies in memory: give a
+    `--path` on the disk that the store will be on.
 
     Examples:
 

@@ -137,7 +137,7 @@ def _convert_in_child(gguf: Path, folder: Path) -> None:
     if result.returncode:
         raise ModelUnavailable(
             f"transformers could not convert {gguf.name} (exit status {result.returncode}):\n{_ending(result.stderr)}\n"
-            "It needs transformers, accelerate and gguf (pip install 'kvstore[engines]') and 1 GB of memory."
+            "It needs transformers, accelerate and gguf (the extra `engines` brings them) and 1 GB of memory."
         )
 
 

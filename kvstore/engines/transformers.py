@@ -212,7 +212,7 @@ def _cache_utils() -> Any:
         from transformers import cache_utils
     except ImportError as error:
         raise EngineError(
-            f"transformers cannot be imported: {error}: install it with pip install 'kvstore[engines]'"
+            f"transformers cannot be imported: {error}: pip install transformers, or the extra `engines` of kvstore"
         ) from error
     return cache_utils
 
