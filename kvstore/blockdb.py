@@ -131,21 +131,24 @@ class BlockDB(Environment):
             while cursor.set_range(prefix) and cursor.key()[:8] == prefix:
                 cursor.delete()
 
-    def condemn(self, key: bytes, value: bytes, kind: str) -> bool:
-        """Move an index entry to quarantine, if it still is `value`; False where it was replaced meanwhile.
-
-        Raises as `write` does.
+    def condemn(self, entries: Sequence[tuple[bytes, bytes, str]]) -> int:
+        """Move index entries to quarantine in one transaction: (key, value, kind of the rejection) each, if what lies
+        under the key still is the value. Returns how many were moved. Raises as `write` does.
         """
         with self._write() as txn:
-            if (txn.get(key, db=self._index) or b"")[: MAX_HEADER_BYTES + 1] != value:
-                return False
             usage = self._usage(txn)
-            txn.delete(key, db=self._index)
-            header = parse_header(value)
-            usage.remove(header if isinstance(header, Header) else None)
-            for dropped in self.quarantine.add(txn, usage, key, value, kind):
-                self._release(txn, parse_header(dropped))
+            moved = [entry for entry in entries if self._condemn(txn, usage, *entry)]
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
+        return len(moved)
+
+    def _condemn(self, txn: Any, usage: Usage, key: bytes, value: bytes, kind: str) -> bool:
+        if (txn.get(key, db=self._index) or b"")[: MAX_HEADER_BYTES + 1] != value:
+            return False
+        txn.delete(key, db=self._index)
+        header = parse_header(value)
+        usage.remove(header if isinstance(header, Header) else None)
+        for dropped in self.quarantine.add(txn, usage, key, value, kind):
+            self._release(txn, parse_header(dropped))
         return True
 
     def usage(self) -> dict[str, int]:

@@ -70,6 +70,7 @@ class Load:
     landed: dict[int, tuple[bytes, Header]] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
     rejected: dict[int, Rejection] = field(default_factory=dict)
+    condemned: list[tuple[bytes, bytes, str]] = field(default_factory=list)
 
     def run(self) -> GetResult:
         """Load, then verify; everything that is not verified is missing or rejected."""
@@ -79,6 +80,7 @@ class Load:
                 self._read_again(refusal)
         verified = np.zeros(len(self.span), bool)
         verified[self._verify()] = True
+        self._quarantine()
         missing = np.zeros(len(self.span), bool)
         missing[sorted(self.missing)] = True
         self._count(verified)
@@ -225,12 +227,18 @@ class Load:
         )
         if value:
             self.shard.refused.add(key, value)
-        if value and condemned and self.shard.db.writable:
-            try:
-                self.shard.db.condemn(key, value, rejection.kind)
-            except (lmdb.Error, OSError):
-                self.shard.counters.add("quarantine_failed")
-                log.exception("%s: a damaged record could not be moved to quarantine", self.shard.db.folder)
+        if value and condemned:
+            self.condemned.append((key, value, rejection.kind))
+
+    def _quarantine(self) -> None:
+        """Take the condemned records out of the store, in one transaction; they are refused already."""
+        if not self.condemned or not self.shard.db.writable:
+            return
+        try:
+            self.shard.db.condemn(self.condemned)
+        except (lmdb.Error, OSError):
+            self.shard.counters.add("quarantine_failed", len(self.condemned))
+            log.exception("%s: damaged records could not be moved to quarantine", self.shard.db.folder)
 
     def _verify(self) -> list[int]:
         """Sum what lies in the engine's blocks, by the caller's ids; the indices that match."""
