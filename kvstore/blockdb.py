@@ -56,13 +56,13 @@ class BlockDB(Environment):
 
     @contextmanager
     def read(self) -> Iterator[ReadView]:
-        """A snapshot; keep it short, since pages freed meanwhile are not reused."""
-        with self._entered(), self._begin() as txn:
+        """A snapshot inside a `call()`; keep it short, since pages freed meanwhile are not reused."""
+        with self._begin() as txn:
             yield ReadView(txn, self._index, self._payload)
 
     def identity(self, identity_id: bytes) -> bytes | None:
         """The canonical JSON that was stored for this identity id."""
-        with self._entered(), self._begin() as txn:
+        with self._begin() as txn:
             found = txn.get(IDENTITY_PREFIX + identity_id, db=self._meta)
             return None if found is None else bytes(found)
 
@@ -153,7 +153,7 @@ class BlockDB(Environment):
 
     def usage(self) -> dict[str, int]:
         """Records, bytes and quarantine, as the last transaction left them, and the file's size in bytes."""
-        with self._entered(), self._begin() as txn:
+        with self._begin() as txn:
             usage = Usage.parse(txn.get(USAGE_KEY, db=self._meta))
             records = txn.stat(self._index)["entries"]
         data = self.folder / DATA_NAME

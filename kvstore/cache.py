@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvstore.checksum import MAX_KV_HEADS_PER_LAYER, UInt64Array, slice_factors
 from kvstore.errors import InvalidCache, UnknownGroup, UnsupportedCache
@@ -150,8 +151,8 @@ class PagedKVCache:
         check_layout(layout)
         if not isinstance(tensors, Mapping) or not tensors:
             raise InvalidCache(f"tensors is {type(tensors).__name__}, or empty: expected {{layer name: tensor}}")
-        if unnamed := [name for name in tensors if not isinstance(name, str)]:
-            raise InvalidCache(f"tensors has the key {unnamed[0]!r}: expected the model's layer names")
+        if wrong := unnamed(tensors):
+            raise InvalidCache(f"tensors has the key {wrong[0]!r}: expected the model's layer names")
         names = _group_names(tensors, groups)
         heads = _per_layer("first_head", first_head or {}, tensors)
         types = _per_layer("layer_types", layer_types or {}, tensors)
@@ -161,9 +162,8 @@ class PagedKVCache:
             values = dict.fromkeys(tensors, value_channels)
         planes = {name: take_apart(name, tensors[name], layout, values.get(name)) for name in tensors}
         layers = {name: _layer(name, planes[name], heads.get(name, 0), types.get(name, "full")) for name in tensors}
-        _check_addresses(layers)
         made = {number: _group(number, [layers[n] for n in members], planes) for number, members in names.items()}
-        return cls(made, dict(tensors))
+        return cls(made, {n: t if isinstance(t, torch.Tensor) else (t[0], t[1]) for n, t in tensors.items()})
 
     def group(self, number: int) -> CacheGroup:
         """The group of that number; raises UnknownGroup."""
@@ -171,6 +171,11 @@ class PagedKVCache:
         if found is None:
             raise UnknownGroup(f"group {number!r}: this cache has the groups {sorted(self.groups)}")
         return found
+
+
+def unnamed(names: Iterable[object]) -> list[object]:
+    """Those of the names that are none."""
+    return [name for name in names if not isinstance(name, str)]
 
 
 def _per_layer(option: str, given: object, tensors: Mapping[str, LayerTensors]) -> dict[str, Any]:
@@ -190,7 +195,8 @@ def _group_names(
         raise InvalidCache(f"groups is {groups!r}: expected {{group number: layer names}}")
     named: dict[int, tuple[str, ...]] = {}
     for number, members in groups.items():
-        if not isinstance(number, int) or not 0 <= number <= MAX_GROUP or isinstance(members, str) or not members:
+        listed = isinstance(members, Sequence) and not isinstance(members, str) and len(members)
+        if not isinstance(number, int) or not 0 <= number <= MAX_GROUP or not listed or unnamed(members):
             raise InvalidCache(
                 f"groups[{number!r}] is {members!r}: expected a number of 0 to {MAX_GROUP} and layer names"
             )
@@ -234,12 +240,32 @@ def _group(number: int, members: list[LayerCache], planes: Mapping[str, LayerPla
                 f"group {number}: {layer.name} has {own.blocks} blocks of {own.tokens} tokens, {layers[0].name} has "
                 f"{first.blocks} of {first.tokens}: layers of a group share their block ids, so both must be equal"
             )
-    return CacheGroup(number, tuple(layers), first.tokens, first.blocks)
+    made = CacheGroup(number, tuple(layers), first.tokens, first.blocks)
+    if shared := shared_memory(made):
+        raise UnsupportedCache(
+            f"group {number}: {shared[0]} and {shared[1]} share memory: each needs bytes of its own in every block; name a "
+            "tensor once, or put layers that share one on purpose into different groups"
+        )
+    return made
 
 
-def _check_addresses(layers: Mapping[str, LayerCache]) -> None:
-    owners: dict[int, str] = {}
-    for name, layer in layers.items():
-        other = owners.setdefault(layer.k.address, name)
-        if other != name:
-            raise UnsupportedCache(f"layers {other} and {name} share one tensor: name each cache once")
+def shared_memory(group: CacheGroup) -> tuple[str, str] | None:
+    """Two planes of a group that share bytes, as "layer K" and "layer V"; None where there are none.
+
+    Groups may share memory: an engine gives them different blocks of it.
+    """
+    planes = [
+        (plane, (group.num_blocks, layer.heads, group.block_size), f"{layer.name} {letter}")
+        for layer in group.layers
+        for letter, plane in (("K", layer.k), ("V", layer.v))
+        if plane.channels
+    ]
+    planes.sort(key=lambda entry: entry[0].address)
+    for index, (plane, sizes, name) in enumerate(planes):
+        end = plane.end(sizes)
+        for above, above_sizes, other in planes[index + 1 :]:
+            if above.address >= end:
+                break
+            if plane.shares_bytes(above, sizes, above_sizes):
+                return name, other
+    return None

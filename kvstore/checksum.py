@@ -90,7 +90,10 @@ def check_block_hash(block_hash: object, index: int | None = None) -> bytes:
     name = "parent" if index is None else f"block_hashes[{index}]"
     if not isinstance(block_hash, bytes | bytearray | memoryview):
         raise InvalidBlockHash(f"{name} is a {type(block_hash).__name__}: expected bytes")
-    value = bytes(block_hash)
+    try:
+        value = bytes(block_hash)
+    except ValueError as error:
+        raise InvalidBlockHash(f"{name} cannot be read: {error}: expected bytes") from None
     if not MIN_HASH_BYTES <= len(value) <= MAX_HASH_BYTES:
         raise InvalidBlockHash(
             f"{name} has {len(value)} bytes: expected {MIN_HASH_BYTES} to {MAX_HASH_BYTES}; "

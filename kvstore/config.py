@@ -11,6 +11,8 @@ from kvstore.errors import ConfigError
 MIB: Final = 2**20
 MAX_CAPACITY: Final = 2**46
 """64 TiB: what a process can map."""
+MAX_BATCH: Final = 2**32
+"""4 GiB: each of two staging buffers takes as much."""
 DURABILITIES: Final = ("commit", "process")
 
 
@@ -46,6 +48,8 @@ class StoreConfig:
             raise ConfigError(f"capacity_bytes is {self.capacity_bytes}: expected at most {MAX_CAPACITY} for one shard")
         if self.batch_bytes is not None:
             _check("batch_bytes", self.batch_bytes, 1)
+            if self.batch_bytes > MAX_BATCH:
+                raise ConfigError(f"batch_bytes is {self.batch_bytes}: expected at most {MAX_BATCH}")
 
     @property
     def sync(self) -> bool:

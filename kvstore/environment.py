@@ -52,10 +52,13 @@ LOCK_BYTES: Final = 10 * PAGE_BYTES
 """64 bytes a reader, and a header."""
 DATABASES: Final = (b"meta", b"index", b"payload", b"quarantine")
 CLOSE_TIMEOUT: Final = 60.0
+POLL_SECONDS: Final = 0.002
+"""How often a call that waits for others looks again. No condition variable: a signal may raise inside its Python code
+and leave its lock held."""
 
 
 class Environment:
-    """One shard's LMDB environment and STORE file.
+    """One shard's LMDB environment and STORE file. Every transaction lies inside a `call()`.
 
     Any thread may call it; writes take turns. A shard has one writer, which holds the lock of its STORE file, and is
     opened once in a process. After a fork the child gets StoreForked; after close, everyone gets StoreClosed. close
@@ -69,8 +72,8 @@ class Environment:
         if writable:
             _check_mappable(self.capacity_bytes)
         self._pid = os.getpid()
-        self._gate = threading.Condition()
-        self._active, self._closing = 0, False
+        self._gate = threading.Lock()
+        self._active, self._closing, self._closed = 0, False, False
         self._maps, self._waiting = 0, 0
         self._write_lock = threading.Lock()
         self._opened_as = claim(folder)
@@ -78,7 +81,7 @@ class Environment:
             with path_errors(folder, "expected a shard's folder, on a file system with room"):
                 self._open()
         except BaseException:
-            self._closing = True
+            self._closing = self._closed = True
             release(self._opened_as)
             raise
 
@@ -179,21 +182,26 @@ class Environment:
             raise StoreClosed(f"{self.folder} was closed: open the store again")
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
-        """Hold the environment open for one call."""
+    def call(self) -> Iterator[None]:
+        """Hold the environment open for a whole call of the store; read and write transactions lie inside one.
+
+        A signal may raise between any two steps: what was counted is known before anything can, and is given back.
+        """
         self.check_open()
-        with self._gate:
-            self.check_open()
-            self._active += 1
+        counted = False
         try:
+            with self._gate:
+                self.check_open()
+                self._active += 1
+                counted = True
             yield
         finally:
-            with self._gate:
-                self._active -= 1
-                self._gate.notify_all()
+            if counted:
+                with self._gate:
+                    self._active -= 1
 
     def _begin(self) -> Any:
-        """A read transaction for a call that has entered. Another process may have grown the file past the map."""
+        """A read transaction for a call. Another process may have grown the file past the map."""
         while True:
             seen = self._maps
             try:
@@ -203,19 +211,25 @@ class Environment:
 
     def _map_anew(self, seen: int) -> None:
         """Adopt the file's map size while no call has a transaction, since the old map goes away under it."""
-        with self._gate:
-            self._waiting += 1
-            self._gate.notify_all()
-            self._gate.wait_for(lambda: self._maps != seen or self._active == self._waiting)
-            self._waiting -= 1
-            if self._maps == seen:
-                self._env.set_mapsize(0)
-                self._maps += 1
-                self._gate.notify_all()
+        waiting = False
+        try:
+            with self._gate:
+                self._waiting += 1
+                waiting = True
+            while self._maps == seen:
+                with self._gate:
+                    if self._maps == seen and self._active == self._waiting:
+                        self._env.set_mapsize(0)
+                        self._maps += 1
+                time.sleep(POLL_SECONDS)
+        finally:
+            if waiting:
+                with self._gate:
+                    self._waiting -= 1
 
     @contextmanager
     def _write(self) -> Iterator[Any]:
-        with self._entered(), self._write_lock:
+        with self._write_lock:
             if not self.sync:
                 self._mark(clean=False)
             with self._env.begin(write=True) as txn:
@@ -238,13 +252,17 @@ class Environment:
         """Wait for calls in flight, sync, and give the shard up. Twice is allowed; in a fork's child it does nothing."""
         if self.forked:
             return
+        self._closing = True
+        deadline = time.monotonic() + CLOSE_TIMEOUT
+        while self._active and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
         with self._gate:
-            if self._closing:
-                return
-            self._closing = True
-            if not self._gate.wait_for(lambda: self._active == 0, CLOSE_TIMEOUT):
-                log.error("%s: closed with %d calls still in flight; left mapped", self.folder, self._active)
-                return
+            if self._active:
+                log.error("%s: %d calls still in flight: left open; close it again", self.folder, self._active)
+            elif not self._closed:
+                self._shut()
+
+    def _shut(self) -> None:
         try:
             if self.writable and not self.sync:
                 self._env.sync(True)
@@ -257,6 +275,7 @@ class Environment:
             self._env.close()
             self.store_file.close()
             release(self._opened_as)
+            self._closed = True
 
 
 def _check_mappable(nbytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -75,6 +76,10 @@ class CacheIdentity:
         for key, extra in self.extra.items():
             if not isinstance(key, str) or not isinstance(extra, Scalar):
                 raise IdentityError(f"identity: extra[{key!r}] is {extra!r}: expected str, int, float, bool or None")
+            if isinstance(extra, float) and not math.isfinite(extra):
+                raise IdentityError(f"identity: extra[{key!r}] is {extra}: expected a finite number")
+            if isinstance(extra, int) and not -(2**63) <= extra < 2**63:
+                raise IdentityError(f"identity: extra[{key!r}] is an integer too large: expected one below 2**63")
         object.__setattr__(self, "extra", dict(self.extra))
         if self.layers is not None:
             given = tuple(self.layers) if isinstance(self.layers, Iterable) else ()
@@ -105,12 +110,7 @@ class CacheIdentity:
             "extra": dict(self.extra),
             "layers": layers,
         }
-        try:
-            return json.dumps(text, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-        except ValueError as error:
-            raise IdentityError(
-                f"identity: extra {dict(self.extra)!r} holds a value that JSON has not: {error}"
-            ) from None
+        return json.dumps(text, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
     def digest(self) -> bytes:
         """The identity id: 16 bytes of BLAKE2b over the canonical JSON."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvstore.checksum import PIECE_BYTES
@@ -32,6 +34,9 @@ DTYPES = {
 EXAMPLES = "BHNC, BNHC, BNC, 2BNHD, B2NHD, 2BHND, or BHND and BNHD for a (K, V) pair of tensors per layer"
 
 
+Sizes = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class Plane:
     """Where K or V of one layer lies: byte address of block 0, head 0, token 0, and byte strides.
@@ -51,6 +56,60 @@ class Plane:
     def nbytes(self) -> int:
         """Bytes of one head and one token."""
         return self.channels * self.itemsize
+
+    def axes(self, sizes: Sizes) -> tuple[dict[int, int], int]:
+        """{stride: size} of the axes that have more than one entry, and the bytes that lie side by side; sizes: how many
+        blocks, heads and tokens."""
+        contiguous = self.channel_stride == self.itemsize
+        strides = (self.block_stride, self.head_stride, self.token_stride, self.channel_stride)
+        counts = (*sizes, 1 if contiguous else self.channels)
+        found = {stride: count for stride, count in zip(strides, counts, strict=True) if count > 1}
+        return found, self.nbytes if contiguous else self.itemsize
+
+    def end(self, sizes: Sizes) -> int:
+        """The address past the last byte."""
+        axes, run = self.axes(sizes)
+        return self.address + sum((size - 1) * stride for stride, size in axes.items()) + run
+
+    def runs(self, sizes: Sizes) -> npt.NDArray[np.int64]:
+        """The address of each run of bytes that lie side by side, sorted."""
+        axes, _ = self.axes(sizes)
+        starts = np.array([self.address], np.int64)
+        for stride, size in axes.items():
+            starts = np.add.outer(starts, np.arange(size, dtype=np.int64) * stride).reshape(-1)
+        return np.sort(starts)
+
+    def shares_bytes(self, above: Plane, sizes: Sizes, above_sizes: Sizes) -> bool:
+        """Whether a plane that begins at or above this one's address has a byte in common with it."""
+        if self._interleaves(above, sizes, above_sizes):
+            return False
+        starts, others = self.runs(sizes), above.runs(above_sizes)
+        run, run_above = self.axes(sizes)[1], above.axes(above_sizes)[1]
+        before = np.searchsorted(starts, others, side="right") - 1
+        after = np.minimum(before + 1, starts.size - 1)
+        covered = (before >= 0) & (others < starts[before] + run)
+        reaches = (starts[after] >= others) & (starts[after] < others + run_above)
+        return bool((covered | reaches).any())
+
+    def _interleaves(self, above: Plane, sizes: Sizes, above_sizes: Sizes) -> bool:
+        """Whether the strides alone show that no byte is shared, as they do where an engine lets planes alternate.
+
+        Axes are taken by rising stride, and the distance of the two planes as one more axis among them: where each
+        stride is at least the extent of all that is smaller, no sum of steps reaches a byte twice.
+        """
+        (axes, extent), (others, extent_above) = self.axes(sizes), above.axes(above_sizes)
+        apart, joined = above.address - self.address, False
+        for stride in (*sorted({*axes, *others}), 2**64):
+            if not joined and stride > apart:
+                if apart < extent:
+                    return False
+                extent, joined = max(extent, apart + extent_above), True
+            if joined and stride < extent:
+                return False
+            size, size_above = axes.get(stride, 1), others.get(stride, 1)
+            extent += (max(size, size_above) if joined else size) * stride - stride
+            extent_above += (size_above - 1) * stride
+        return True
 
     @property
     def regular(self) -> bool:
@@ -114,7 +173,7 @@ def check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
         )
     if tensor.dtype not in DTYPES:
         raise UnsupportedDtype(f"layer {name}: dtype {tensor.dtype}: expected one of {', '.join(DTYPES.values())}")
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested:
         raise InvalidShape(f"layer {name}: its tensor is {tensor.layout}: expected a dense one (torch.strided)")
     if tensor.dim() != len(layout) or min(tensor.shape) < 1:
         raise InvalidShape(
@@ -185,8 +244,6 @@ def _pair(name: str, tensors: LayerTensors, layout: str) -> LayerPlanes:
             f"layer {name}: K is {tuple(k.shape)} {k.dtype}, V is {tuple(v.shape)} {v.dtype}: expected equal dtypes and "
             "shapes that differ in the channels at most"
         )
-    if k.data_ptr() == v.data_ptr():
-        raise InvalidShape(f"layer {name}: K and V lie at one address: expected two tensors with memory of their own")
     planes = _plane(k, layout, 0, size["D"]), _plane(v, layout, 0, v_size["D"])
     return _checked(name, size, *planes, DTYPES[k.dtype])
 
@@ -197,5 +254,9 @@ def _checked(name: str, size: dict[str, int], k: Plane, v: Plane, dtype: str) ->
             raise UnsupportedCache(
                 f"layer {name}: {letter} has {plane.nbytes} bytes a token and head ({plane.channels} channels of {dtype}): "
                 f"the checksum needs a whole number of {PIECE_BYTES}-byte pieces"
+            )
+        if plane.nbytes >= 2**32:
+            raise UnsupportedCache(
+                f"layer {name}: {letter} has {plane.nbytes} bytes a token and head: at most 2**32 - 8"
             )
     return LayerPlanes(size["B"], size.get("H", 1), size["N"], k, v, dtype)

@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+USABLE = not config.DISABLE_JIT
+"""Whether the loops are compiled: the intrinsics exist in compiled code alone."""
 U64 = np.uint64
 ONE, TWO, LANES, TWICE_LANES = U64(1), U64(2), U64(8), U64(16)
 VECTOR_BYTES = 64
@@ -109,12 +111,17 @@ def store_fence(context: Any) -> Any:
 
 
 def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """njit for one signature without the GIL, cached on disk where a cache folder can be written."""
+    """njit for one signature without the GIL, cached on disk where that works.
+
+    A cache that is damaged, full or cannot be written raises whatever its reading or writing does: then without it.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
+        if not USABLE:
+            return function
         try:
             return njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError:
+        except Exception:
             return njit(signature, nogil=True)(function)
 
     return decorate

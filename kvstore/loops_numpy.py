@@ -29,10 +29,12 @@ def plane_view(plane: Plane, blocks: int, heads: int, tokens: int) -> Bytes:
 
 
 class NumpyLoops:
-    """Checksum, gather and scatter over one group, by numpy. Stateless after construction: any thread may call it."""
+    """Checksum, gather and scatter over one group, by numpy. Stateless after construction: any thread may call it.
+
+    It does not keep the group alive, which keeps it (kvstore.transfer.host_path)."""
 
     def __init__(self, group: CacheGroup) -> None:
-        self.group = group
+        self._slices, self._offsets, self._block_size = group.slices, group.offsets, group.block_size
         self._planes = [
             [plane_view(p, group.num_blocks, layer.heads, group.block_size) for p in layer.planes]
             for layer in group.layers
@@ -40,14 +42,14 @@ class NumpyLoops:
 
     def checksum(self, block_ids: Ints, first_tokens: Ints, valid: Ints) -> UInt64Array:
         """s of each slice of the engine's blocks: (blocks, slices) uint64."""
-        out = np.empty((block_ids.size, len(self.group.slices)), np.uint64)
+        out = np.empty((block_ids.size, len(self._slices)), np.uint64)
         for index, chosen, tokens in self._runs(valid):
             out[chosen, index] = _sums(self._cells(index, block_ids[chosen], tokens), first_tokens[chosen])
         return out
 
     def staging_checksum(self, staging: Bytes, first_tokens: Ints, valid: Ints) -> UInt64Array:
         """s of each slice of staged blocks, (blocks, block bytes) in canonical order: (blocks, slices) uint64."""
-        out = np.empty((staging.shape[0], len(self.group.slices)), np.uint64)
+        out = np.empty((staging.shape[0], len(self._slices)), np.uint64)
         for index, chosen, tokens in self._runs(valid):
             out[chosen, index] = _sums(self._staged(staging, index)[chosen, :tokens], first_tokens[chosen])
         return out
@@ -63,7 +65,7 @@ class NumpyLoops:
         """Copy staged blocks' valid tokens to the engine's blocks, and nothing past them."""
         for index, chosen, tokens in self._runs(valid):
             cells, at = self._staged(staging, index)[chosen, :tokens], 0
-            part = self.group.slices[index]
+            part = self._slices[index]
             for plane in self._planes[part.row]:
                 size = plane.shape[3] * plane.shape[4]
                 value = cells[..., at : at + size].reshape(cells.shape[:2] + plane.shape[3:])
@@ -74,15 +76,15 @@ class NumpyLoops:
         """(slice, indices of blocks, their valid tokens): blocks of equal valid tokens are one numpy call."""
         for tokens in np.unique(valid):
             chosen = np.flatnonzero(valid == tokens)
-            for index in range(len(self.group.slices)):
+            for index in range(len(self._slices)):
                 yield index, chosen, int(tokens)
 
     def _staged(self, staging: Bytes, index: int) -> Bytes:
-        start, end = self.group.offsets[index : index + 2]
-        return staging[:, start:end].reshape(staging.shape[0], self.group.block_size, -1)
+        start, end = self._offsets[index : index + 2]
+        return staging[:, start:end].reshape(staging.shape[0], self._block_size, -1)
 
     def _cells(self, index: int, block_ids: Ints, tokens: int) -> Bytes:
-        part = self.group.slices[index]
+        part = self._slices[index]
         parts = [plane[block_ids, part.local_head, :tokens] for plane in self._planes[part.row]]
         return np.concatenate([p.reshape(*p.shape[:2], -1) for p in parts], axis=2)
 

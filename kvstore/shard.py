@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import queue
+import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeVar
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +29,10 @@ from kvstore.record import SEQUENCE_FIELD, Header, record_key
 from kvstore.results import Rejection
 from kvstore.transfer import HostPath, host_path
 
+log = logging.getLogger(__name__)
 MAX_REFUSED: Final = 2**16
 STAGING_BUFFERS: Final = 2
+POLL_SECONDS: Final = 0.001
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
@@ -83,25 +87,47 @@ class Refused:
         return len(self._sequences)
 
 
+@dataclass(eq=False)
+class StagingBuffer:
+    """A buffer of a pool, and who borrows it."""
+
+    memory: Bytes | None = None
+    borrower: object | None = None
+
+
 class StagingPool:
-    """Buffers of one size, at most STAGING_BUFFERS, made when first needed and kept. Any thread may borrow."""
+    """STAGING_BUFFERS buffers of one size, made when first needed and kept. Any thread may borrow."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._free: queue.SimpleQueue[Bytes | None] = queue.SimpleQueue()
-        for _ in range(STAGING_BUFFERS):
-            self._free.put(None)
+        self._lock = threading.Lock()
+        self._buffers = [StagingBuffer() for _ in range(STAGING_BUFFERS)]
 
     @contextmanager
     def borrow(self) -> Iterator[Bytes]:
-        """A buffer of nbytes, for the time of the block; waits while all are borrowed."""
-        buffer = self._free.get()
+        """A buffer of nbytes, for the time of the block; waits while all are borrowed.
+
+        A signal may raise between any two steps: what the borrower's mark is on is given back.
+        """
+        borrower = object()
         try:
-            if buffer is None:
-                buffer = np.empty(self.nbytes, np.uint8)
-            yield buffer
+            while not (mine := self._take(borrower)):
+                time.sleep(POLL_SECONDS)
+            if mine[0].memory is None:
+                mine[0].memory = np.empty(self.nbytes, np.uint8)
+            yield mine[0].memory
         finally:
-            self._free.put(buffer)
+            for buffer in self._buffers:
+                if buffer.borrower is borrower:
+                    buffer.borrower = None
+
+    def _take(self, borrower: object) -> list[StagingBuffer]:
+        with self._lock:
+            for buffer in self._buffers:
+                if buffer.borrower is None:
+                    buffer.borrower = borrower
+                    return [buffer]
+        return []
 
 
 @dataclass(eq=False)
@@ -116,6 +142,7 @@ class Shard:
     refused: Refused = field(default_factory=Refused)
     _pools: dict[int, StagingPool] = field(default_factory=dict)
     _executor: ThreadPoolExecutor | None = None
+    _workers: set[threading.Thread] = field(default_factory=set)
     _executor_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
@@ -131,23 +158,37 @@ class Shard:
         self.db.check_open()
         with self._executor_lock:
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(self.config.threads, thread_name_prefix="kvstore")
+                self._executor = ThreadPoolExecutor(
+                    self.config.threads, "kvstore", lambda: self._workers.add(threading.current_thread())
+                )
             try:
                 return self._executor.submit(call, *arguments)
             except RuntimeError:
                 raise StoreClosed(f"{self.db.folder} is being closed: open the store again") from None
 
     def close(self) -> None:
-        """Finish submitted calls, then close the database. In a fork's child, which has none of the threads, nothing."""
+        """Finish submitted calls, then close the database. In a fork's child, which has none of the threads, nothing.
+
+        In a callback of a future, which runs in one of the shard's own threads, it does not wait for that thread.
+        """
         if self.db.forked:
             return
         if self._executor is not None:
-            self._executor.shutdown(wait=True)
+            self._executor.shutdown(wait=threading.current_thread() not in self._workers)
         self.db.close()
+
+    def usage(self) -> dict[str, int]:
+        """The database's figures, none where LMDB cannot read them; that is counted and logged."""
+        try:
+            return self.db.usage()
+        except lmdb.Error:
+            self.counters.add("stats_failed")
+            log.exception("%s: the accounting cannot be read", self.db.folder)
+            return {}
 
     def staging(self, block_bytes: int) -> StagingPool:
         """The pool whose buffers hold one transaction's blocks, or one block where that is more."""
-        nbytes = max(1, self.config.write_batch_bytes // block_bytes) * block_bytes
+        nbytes = max(self.config.write_batch_bytes, block_bytes)
         pool = self._pools.get(nbytes)
         return pool if pool is not None else self._pools.setdefault(nbytes, StagingPool(nbytes))
 

@@ -92,7 +92,7 @@ def _whole(value: object, name: str) -> int:
 
 def _block_ids(block_ids: Sequence[int], num_blocks: int) -> Ints:
     try:
-        given = np.asarray(block_ids)
+        given = np.asarray(block_ids).copy()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidBlockId(f"block_ids is {block_ids!r}: expected a list of integers ({error})") from None
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):

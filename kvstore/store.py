@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 import lmdb
 
@@ -35,6 +35,14 @@ from kvstore.span import as_hashes, check_hashes, check_span
 from kvstore.storefile import path_errors
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result", covariant=True)
+
+
+class Job(Protocol[Result]):
+    """A put or a get, its arguments checked."""
+
+    def run(self) -> Result:
+        """Do it, once."""
 
 
 class KVStore:
@@ -90,7 +98,8 @@ class KVStore:
 
     def _check_identity(self) -> None:
         try:
-            stored = self._shard.db.identity(self._shard.identity_id)
+            with self._shard.db.call():
+                stored = self._shard.db.identity(self._shard.identity_id)
         except lmdb.Error:
             return
         if stored is None or stored == self._shard.identity_json:
@@ -149,14 +158,7 @@ class KVStore:
         says. Raises InvalidBlockHash, LengthMismatch, InvalidBlockId, InvalidPosition, NoValidTokens, UnknownGroup,
         ReadOnlyStore, StoreClosed or StoreForked; then nothing was stored.
         """
-        self._shard.db.check_open()
-        view = self._view(group)
-        if not self._shard.db.writable:
-            raise ReadOnlyStore(f'{self.folder} was opened with mode="r": open it with mode="rw" to put blocks')
-        span = check_span(view.group, block_ids, start, num_tokens)
-        hashes = check_hashes(block_hashes, len(span))
-        before = None if parent is None else check_block_hash(parent)
-        return Save(self._shard, view, view.keys(hashes), hashes, span, before).run()
+        return self._run(self._save(block_hashes, block_ids, start, num_tokens, group, parent))
 
     def get_blocks(
         self,
@@ -172,11 +174,7 @@ class KVStore:
         undefined. Slots past the last valid token are never written. A block that is rejected, also for a wrong
         `start`, is a miss from then on, until it is put again.
         """
-        self._shard.db.check_open()
-        view = self._view(group)
-        span = check_span(view.group, block_ids, start, num_tokens)
-        hashes = check_hashes(block_hashes, len(span))
-        return Load(self._shard, view, view.keys(hashes), hashes, span).run()
+        return self._run(self._load(block_hashes, block_ids, start, num_tokens, group))
 
     def match_prefix(self, block_hashes: Sequence[bytes] | Mapping[int, Sequence[bytes]], group: int = 0) -> int:
         """How many leading blocks of a request are here. No side effects; a later get may still refuse one, or miss one
@@ -191,7 +189,7 @@ class KVStore:
         view = self._view(group)
         keys = view.keys(as_hashes(block_hashes))
         try:
-            with self._shard.db.read() as snapshot:
+            with self._shard.db.call(), self._shard.db.read() as snapshot:
                 for position, key in enumerate(keys):
                     value = snapshot.header(key)
                     if value is None or not self._answers(view, key, value, position):
@@ -226,8 +224,9 @@ class KVStore:
         group: int = 0,
         parent: bytes | None = None,
     ) -> Future[PutResult]:
-        """`put_blocks` in a thread of the store. The engine's blocks must not change until it is done."""
-        return self._shard.submit(self.put_blocks, block_hashes, block_ids, start, num_tokens, group, parent)
+        """`put_blocks` in a thread of the store: arguments are checked and copied now, and exceptions raised; the engine's
+        blocks must not change until the future is done."""
+        return self._shard.submit(self._run, self._save(block_hashes, block_ids, start, num_tokens, group, parent))
 
     def submit_get_blocks(
         self,
@@ -237,15 +236,50 @@ class KVStore:
         num_tokens: int | None = None,
         group: int = 0,
     ) -> Future[GetResult]:
-        """`get_blocks` in a thread of the store. The engine's blocks must not be used until it is done."""
-        return self._shard.submit(self.get_blocks, block_hashes, block_ids, start, num_tokens, group)
+        """`get_blocks` in a thread of the store: arguments are checked and copied now, and exceptions raised; the engine's
+        blocks must not be used until the future is done."""
+        return self._shard.submit(self._run, self._load(block_hashes, block_ids, start, num_tokens, group))
+
+    def _save(
+        self,
+        block_hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        start: int,
+        num_tokens: int | None,
+        group: int,
+        parent: bytes | None,
+    ) -> Save:
+        """A put, checked, with copies of its arguments: the caller may reuse them at once."""
+        self._shard.db.check_open()
+        view = self._view(group)
+        if not self._shard.db.writable:
+            raise ReadOnlyStore(f'{self.folder} was opened with mode="r": open it with mode="rw" to put blocks')
+        span = check_span(view.group, block_ids, start, num_tokens)
+        hashes = check_hashes(block_hashes, len(span))
+        before = None if parent is None else check_block_hash(parent)
+        return Save(self._shard, view, view.keys(hashes), hashes, span, before)
+
+    def _load(
+        self, block_hashes: Sequence[bytes], block_ids: Sequence[int], start: int, num_tokens: int | None, group: int
+    ) -> Load:
+        """A get, checked, with copies of its arguments."""
+        self._shard.db.check_open()
+        view = self._view(group)
+        span = check_span(view.group, block_ids, start, num_tokens)
+        hashes = check_hashes(block_hashes, len(span))
+        return Load(self._shard, view, view.keys(hashes), hashes, span)
+
+    def _run(self, job: Job[Result]) -> Result:
+        """Do a put or a get. A method, so that this object, and with it the cache's memory, outlives the job."""
+        with self._shard.db.call():
+            return job.run()
 
     def stats(self) -> dict[str, int]:
         """Counters of this store object (put_*, get_*) and figures of the shard (records, bytes, quarantine)."""
-        database = self._shard.db.usage()
         own = {"refused_keys": len(self._shard.refused), "emptied_at_open": int(self._shard.db.emptied)}
         zeros = dict.fromkeys(("put_stored", "put_present", "put_bytes", "get_verified", "get_missing", "get_bytes"), 0)
-        return zeros | self._shard.counters.figures() | own | database
+        with self._shard.db.call():
+            return zeros | own | self._shard.usage() | self._shard.counters.figures()
 
     def close(self) -> None:
         """Finish submitted calls, sync and give the shard up. Twice is allowed."""
@@ -277,13 +311,22 @@ def _check_types(cache: object, identity: object, config: object, rank: object) 
 
 def _root(path: str | os.PathLike[str]) -> Path:
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise StorePathError(f"path is {path!r}: expected the name of a folder")
+    if not isinstance(name, str) or not name or "\0" in name or not _is_utf8(name):
+        raise StorePathError(f"path is {path!r}: expected the name of a folder, in UTF-8")
     root = Path(name)
     with path_errors(root, "expected a folder, or a path where one can be made"):
         if root.exists() and not root.is_dir():
             raise StorePathError(f"{root} is a file: expected a folder, or a path where one can be made")
     return root
+
+
+def _is_utf8(name: str) -> bool:
+    """LMDB takes its path as UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _specs(cache: PagedKVCache) -> list[LayerSpec]:

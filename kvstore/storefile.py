@@ -42,6 +42,8 @@ MAX_GENERATION: Final = 2**62
 """No file is written this often."""
 LMDB_META: Final = struct.Struct("<II")
 LMDB_MAGIC: Final = 0xBEEFC0DE
+MAX_MAP: Final = 2**47
+"""More than a process can map."""
 CHECKS: Final = 3
 """Looks at a data.mdb that a writer changes meanwhile."""
 
@@ -222,6 +224,8 @@ def check_data_file(path: Path) -> int:
         if newest is None:
             return 0
         map_size, page_size, last, _txn = newest
+        if map_size >= MAX_MAP:
+            raise StoreDamaged(_damaged(path, f"its meta page names a map of {map_size} bytes"))
         problem = _short_file_problem(path) if (last + 1) * page_size > size else None
         if problem is None:
             return map_size

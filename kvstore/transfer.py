@@ -78,12 +78,13 @@ class NumpyPath:
 
 class NumbaPath:
     """HostPath by the compiled loops; releases the GIL for a whole batch. Holds addresses: the PagedKVCache that
-    owns the group keeps their memory alive."""
+    owns the group keeps their memory alive. Does not keep the group alive, which keeps it."""
 
     direct = True
 
     def __init__(self, group: CacheGroup, loops: ModuleType) -> None:
-        self._group = group
+        self._num_slices, self._block_size = len(group.slices), group.block_size
+        self._block_bytes, self._offsets = group.block_bytes, group.offsets[:-1]
         self._loops = loops
         self._table = _engine_table(group)
         self._staging_table = _staging_table(group)
@@ -96,7 +97,7 @@ class NumbaPath:
 
     def gather(self, span: Span, staging: Bytes) -> None:
         targets = self._staged(span, staging)
-        self._loops.gather(self._table, span.block_ids, span.valid, self._group.block_size, targets)
+        self._loops.gather(self._table, span.block_ids, span.valid, self._block_size, targets)
 
     def scatter(self, span: Span, staging: Bytes) -> None:
         self.scatter_from(span, self._staged(span, staging))
@@ -105,13 +106,13 @@ class NumbaPath:
         self._loops.scatter(self._table, span.block_ids, span.valid, addresses)
 
     def _sums(self, base: int, table: Ints, span: Span, block_ids: Ints) -> UInt64Array:
-        out = np.empty((len(span), len(self._group.slices)), np.uint64)
+        out = np.empty((len(span), self._num_slices), np.uint64)
         self._loops.checksum(base, table, block_ids, span.first_tokens, span.valid, out)
         return out
 
     def _staged(self, span: Span, staging: Bytes) -> Ints:
-        blocks = _address(staging) + np.arange(len(span), dtype=np.int64)[:, None] * self._group.block_bytes
-        return np.asarray(blocks + self._group.offsets[:-1], np.int64)
+        blocks = _address(staging) + np.arange(len(span), dtype=np.int64)[:, None] * self._block_bytes
+        return np.asarray(blocks + self._offsets, np.int64)
 
 
 def _address(staging: Bytes) -> int:
@@ -152,16 +153,26 @@ def _staging_table(group: CacheGroup) -> Ints:
 
 @cache
 def compiled_loops() -> ModuleType | None:
-    """The compiled loops, or None where numba is not installed, which is said once in the log."""
-    if importlib.util.find_spec("numba") is None:
-        log.warning(
-            "numba is not installed: copies and checksums run in numpy, three to ten times slower; "
-            "the extra `cpu` of kvstore brings it, or `pip install numba`"
-        )
-        return None
-    return importlib.import_module("kvstore.loops_numba")
+    """The compiled loops, or None where numba is not there or does not work, which is said once in the log."""
+    try:
+        if importlib.util.find_spec("numba") is None:
+            reason = "is not installed"
+        elif (loops := importlib.import_module("kvstore.loops_numba")).USABLE:
+            return loops
+        else:
+            reason = "is switched off (NUMBA_DISABLE_JIT)"
+    except Exception as error:
+        # Whatever keeps numba from loading or compiling (an unfit numpy, a missing llvmlite), numpy does the work.
+        reason = f"does not work ({type(error).__name__}: {error})"
+    log.warning(
+        "numba %s: copies and checksums run in numpy, three to ten times slower; the extra `cpu` of kvstore brings it, "
+        "or `pip install numba`",
+        reason,
+    )
+    return None
 
 
+# No path refers to its group: an entry goes with its key.
 _paths: WeakKeyDictionary[CacheGroup, HostPath] = WeakKeyDictionary()
 
 

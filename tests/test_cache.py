@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -100,10 +102,98 @@ def test_odd_channels_need_to_be_told_apart() -> None:
         PagedKVCache.from_tensors({"layers.0": torch.zeros(2, 1, 4, 41, dtype=torch.uint8)}, "BHNC")
 
 
-def test_layers_that_share_a_tensor_are_refused() -> None:
-    tensor = torch.zeros(2, 1, 4, 32, dtype=torch.uint8)
-    with pytest.raises(UnsupportedCache, match="share one tensor"):
-        PagedKVCache.from_tensors({"layers.0": tensor, "layers.1": tensor}, "BHNC")
+def pair(k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+    return {"layers.0": (k, v)}
+
+
+def overlapping() -> dict[str, tuple[dict[str, Any], str]]:
+    """Caches in which two planes share bytes."""
+    big = torch.zeros(9, 2, 4, 48, dtype=torch.uint8)
+    one, two = big[:-1, ..., :32], big[1:, ..., :32]
+    return {
+        "one tensor twice": ({"layers.0": one, "layers.1": one}, "BHNC"),
+        "K and V are one": (pair(one, one), "BHND"),
+        "V a block after K": (pair(one, two), "BHND"),
+        "V some channels after K": (pair(big[..., :32], big[..., 16:]), "BHND"),
+        "layers a block apart": ({"layers.0": one, "layers.1": two}, "BHNC"),
+        "layers a head apart": ({"layers.0": big[:, :1], "layers.1": big[:, :, :, :]}, "BHNC"),
+        "a V of two layers": ({"layers.0": (big[:-1, ..., :8], one), "layers.1": (torch.zeros_like(one), one)}, "BHND"),
+    }
+
+
+@pytest.mark.parametrize("case", overlapping())
+def test_planes_that_share_bytes_are_refused(case: str) -> None:
+    tensors, layout = overlapping()[case]
+    with pytest.raises(UnsupportedCache, match="share memory"):
+        PagedKVCache.from_tensors(tensors, layout)
+
+
+def interleaved() -> dict[str, tuple[dict[str, Any], str]]:
+    """Caches whose planes lie between one another, as engines allocate them, and share nothing."""
+    blocks_first = torch.zeros(8, 3, 2, 4, 2, 32, dtype=torch.uint8)
+    packed = torch.zeros(8, 2, 4, 48, dtype=torch.uint8)
+    strided = torch.zeros(8, 2, 4, 64, dtype=torch.uint8)
+    cross_layer = {f"layers.{i}": blocks_first[:, i] for i in range(3)}
+    return {
+        "all layers of a block together": (cross_layer, "B2NHD"),
+        "K and V of a cell": (pair(packed[..., :32], packed[..., 32:]), "BHND"),
+        "K and V channel by channel": (pair(strided[..., ::2], strided[..., 1::2]), "BHND"),
+        "layers head by head": ({"layers.0": packed[:, :1], "layers.1": packed[:, 1:]}, "BHNC"),
+        "V's blocks behind K's": (pair(torch.zeros(16, 2, 4, 32)[:8], torch.zeros(16, 2, 4, 32)[8:]), "BHND"),
+    }
+
+
+@pytest.mark.parametrize("case", interleaved())
+def test_planes_that_interleave_are_served(case: str) -> None:
+    tensors, layout = interleaved()[case]
+    assert PagedKVCache.from_tensors(tensors, layout).group(0).block_bytes > 0
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_no_two_planes_share_a_byte_of_what_is_served(data: st.DataObject) -> None:
+    """Two views of one allocation with random offsets and strides: what is accepted is checked byte by byte."""
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    shape = [data.draw(st.integers(1, 3)) for _ in range(3)] + [8]
+
+    def view() -> torch.Tensor:
+        strides = [data.draw(st.sampled_from([8, 16, 24, 32, 48, 64, 96, 128, 256])) for _ in range(3)]
+        return memory.as_strided(shape, [*strides, 1], data.draw(st.integers(0, 12)) * 8)
+
+    k, v = view(), view()
+    try:
+        PagedKVCache.from_tensors(pair(k, v), "BHND")
+    except InvalidCache:
+        return
+    memory.zero_()
+    k += 1
+    v += 1
+    assert int(memory.max()) == 1
+
+
+def test_groups_may_share_memory() -> None:
+    tensor = torch.zeros(8, 1, 4, 32, dtype=torch.uint8)
+    PagedKVCache.from_tensors(
+        {"layers.0": tensor, "layers.1": tensor}, "BHNC", groups={0: ["layers.0"], 1: ["layers.1"]}
+    )
+
+
+def test_a_list_of_k_and_v_is_kept_alive_by_the_cache() -> None:
+    k, v = torch.ones(4, 1, 4, 32), torch.ones(4, 1, 4, 32)
+    held = [k, v]
+    cache = PagedKVCache.from_tensors({"layers.0": held}, "BHND")  # type: ignore[dict-item]
+    held.clear()
+    assert cache.tensors["layers.0"][0] is k
+
+
+def test_a_group_dies_with_its_cache() -> None:
+    """Adapters make a cache a request: nothing may remember its groups."""
+    cache = make_cache()
+    block_checksums(cache, [0])
+    group = weakref.ref(cache.group(0))
+    del cache
+    gc.collect()
+    assert group() is None
 
 
 def test_the_cache_keeps_its_tensors_alive() -> None:
