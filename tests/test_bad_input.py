@@ -76,9 +76,19 @@ HASH, LENGTHS, ID, POSITION = (
     errors.InvalidBlockId,
     errors.InvalidPosition,
 )
+
+
+def released() -> memoryview:
+    """A memoryview that can be read no more."""
+    view = memoryview(HASHES[0])
+    view.release()
+    return view
+
+
 BAD_CALLS: dict[str, tuple[dict[str, Any], type[errors.KVStoreError], tuple[str, ...]]] = {
     "hash too short": ({"block_hashes": [HASHES[0], b"7 bytes"]}, HASH, ("block_hashes[1]", "7 bytes", "expected 8 to 64")),
     "hash too long": ({"block_hashes": [bytes(65), HASHES[0]]}, HASH, ("block_hashes[0]", "65 bytes", "expected 8 to 64")),
+    "hash is a released view": ({"block_hashes": [released(), HASHES[0]]}, HASH, ("block_hashes[0]", "released")),
     "hash is text": ({"block_hashes": ["a" * 32, HASHES[0]]}, HASH, ("block_hashes[0] is a str", "expected bytes")),
     "hash is a number": ({"block_hashes": [HASHES[0], 7]}, HASH, ("block_hashes[1] is a int", "expected bytes")),
     "one hash instead of a list": ({"block_hashes": HASHES[0]}, HASH, ("block_hashes[0] is a int", "expected bytes")),
@@ -249,6 +259,8 @@ BAD_CACHES: dict[str, tuple[Any, dict[str, Any], type[errors.KVStoreError], tupl
     ),
     "groups name a strange layer": (TWO, {"groups": {0: [*TWO, 9]}}, errors.InvalidCache, ("9", "layer names")),
     "a group number too large": (TWO, {"groups": {65536: [*TWO]}}, errors.InvalidCache, ("groups[65536]", "0 to 65535")),
+    "a group that is a number": (TWO, {"groups": {0: 5}}, errors.InvalidCache, ("groups[0] is 5", "layer names")),
+    "a group of lists": (TWO, {"groups": {0: [[FIRST], SECOND]}}, errors.InvalidCache, ("groups[0]", "layer names")),
     "a group that is a name": (TWO, {"groups": {0: FIRST}}, errors.InvalidCache, ("groups[0]", "layer names")),
     "groups are a list": (TWO, {"groups": [[FIRST], [SECOND]]}, errors.InvalidCache, ("groups is [[", "{group number:")),
 }  # fmt: skip
@@ -369,6 +381,8 @@ def test_attach_refuses_what_does_not_fit(filled: KVStore, tmp_path: Path) -> No
         ({"capacity_bytes": 1e9}, ("capacity_bytes", "integer")),
         ({"capacity_bytes": "16G"}, ("capacity_bytes", "'16G'", "integer")),
         ({"batch_bytes": 0}, ("batch_bytes is 0", "at least 1")),
+        ({"batch_bytes": 2**50}, (f"batch_bytes is {2**50}", "at most")),
+        ({"capacity_bytes": 2**64}, (f"capacity_bytes is {2**64}", "at most")),
         ({"read_batch_bytes": 0}, ("read_batch_bytes is 0", "at least 1")),
         ({"quarantine_bytes": -1}, ("quarantine_bytes is -1", "at least 0")),
         ({"threads": 0}, ("threads is 0", "at least 1")),
@@ -423,7 +437,7 @@ def test_a_store_over_no_cache_is_refused(tmp_path: Path) -> None:
 # --- paths ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [None, 5, b"store", "", "a\0b"])
+@pytest.mark.parametrize("path", [None, 5, b"store", "", "a\0b", os.fsdecode(b"store\xff"), "\ud800"])
 def test_a_path_that_is_none_is_refused(path: Any, cache: PagedKVCache, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     with refused(errors.StorePathError, "path is", "expected", folder=tmp_path):

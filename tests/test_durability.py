@@ -148,6 +148,18 @@ def test_unclean_is_on_disk_before_the_first_write_that_is_not_synced(
     assert seen == [False, False]
 
 
+@pytest.mark.parametrize("mode", ["r", "rw"])
+def test_a_map_size_that_no_process_can_map_is_damage(tmp_path: Path, cache: PagedKVCache, mode: str) -> None:
+    with open_store(tmp_path, cache) as store:
+        store.put_blocks(HASHES[:2], [0, 1])
+    data = bytearray((store.folder / "data.mdb").read_bytes())
+    for page in (0, 4096):
+        data[page + 32 + 6] |= 0x80
+    (store.folder / "data.mdb").write_bytes(data)
+    with pytest.raises(errors.StoreDamaged, match="names a map of"):
+        open_store(tmp_path, cache, mode=mode)
+
+
 def test_clean_is_written_only_after_the_last_sync(
     tmp_path: Path, cache: PagedKVCache, synced: list[tuple[str, bool]], caplog: pytest.LogCaptureFixture
 ) -> None:
