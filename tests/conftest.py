@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import KVStore, PagedKVCache
-from tests.support import make_cache, open_store
+from tests.support import CAMPAIGNS, make_cache, open_store
 
 
 @pytest.fixture
@@ -22,3 +22,11 @@ def store(tmp_path: Path, cache: PagedKVCache) -> Iterator[KVStore]:
     """An open store over `cache`."""
     with open_store(tmp_path / "store", cache) as opened:
         yield opened
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the fault campaigns found."""
+    if CAMPAIGNS:
+        terminalreporter.section("fault campaigns")
+        for line in CAMPAIGNS:
+            terminalreporter.write_line(line)

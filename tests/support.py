@@ -142,6 +142,15 @@ class Raw:
                 txn.put(key, value, db=database)
 
 
+CAMPAIGNS: list[str] = []
+"""A line for each fault campaign that ran; the test session prints them at its end."""
+
+
+def report_campaign(name: str, faults: int, detected: int, wrong_served: int, seed: str = "exhaustive") -> None:
+    """Note how many faults a campaign made, and what became of them."""
+    CAMPAIGNS.append(f"campaign={name} faults={faults} detected={detected} wrong_served={wrong_served} seed={seed}")
+
+
 def flip(data: bytes, bit: int) -> bytes:
     """The bytes with one bit flipped."""
     changed = bytearray(data)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore import GetResult, KVStore
-from tests.support import Raw, block_hashes, canonical, flip, index_key, make_cache, open_store
+from tests.support import Raw, block_hashes, canonical, flip, index_key, make_cache, open_store, report_campaign
 
 TINY = {"layers": 2, "blocks": 2, "heads": 1, "tokens": 2, "head_size": 8}
 HASHES = block_hashes(1)
@@ -31,12 +31,18 @@ class Target:
         self.raw = Raw(self.store)
         self.key = index_key(self.store, HASHES[0])
         self.good = canonical(self.source, [0])
+        self.layout = layout
 
     def put(self) -> dict[bytes, bytes]:
         """Store the block anew; its chunks by their keys."""
         result = self.store.put_blocks(HASHES, [0])
         assert result.stored.all(), result
         return dict(sorted(self.raw.payload().items())[-2:])
+
+    def report(self, what: str, counts: Counter[str]) -> None:
+        """Note the campaign: what was not verified was detected; `load` has compared the bytes of the rest."""
+        faults, wrong = counts.total(), counts["verified"]
+        report_campaign(f"every-bit/{what}/{self.layout}", faults, faults - wrong, wrong)
 
     def load(self) -> GetResult:
         """Get the block; a verified one must have the bytes that were stored."""
@@ -79,6 +85,7 @@ def test_every_bit_of_the_index_entry(target: Target) -> None:
         target.raw.put_entry(target.key, flip(entry, bit))
         check_refused_then_good(target, counts, f"index entry, bit {bit}")
     assert counts == {"header": size * 8}
+    target.report("index-entry", counts)
     assert target.store.stats()["get_rejected_header"] == size * 8
 
 
@@ -93,16 +100,19 @@ def test_every_bit_of_the_payload(target: Target) -> None:
             target.raw.put_chunk(key, flip(chunk, bit))
             check_refused_then_good(target, counts, f"chunk {number}, bit {bit}")
     assert counts == {"storage_hash": sum(sizes) * 8}
+    target.report("payload", counts)
 
 
 def test_every_bit_of_the_keys(target: Target) -> None:
+    counts: Counter[str] = Counter()
     for bit in range(len(target.key) * 8):
         if target.store.match_prefix(HASHES) == 0:
             target.put()
         entry = target.raw.entry(target.key)
         target.raw.put_entry(target.key, None)
         target.raw.put_entry(flip(target.key, bit), entry)
-        assert outcome(target.load()) == "missing"
+        counts[found := outcome(target.load())] += 1
+        assert found == "missing"
         target.raw.put_entry(flip(target.key, bit), None)
     for number in range(2):
         for bit in range(10 * 8):
@@ -114,22 +124,27 @@ def test_every_bit_of_the_keys(target: Target) -> None:
             key, chunk = sorted(chunks.items())[number]
             target.raw.put_chunk(key, None)
             target.raw.put_chunk(flip(key, bit), chunk)
-            assert outcome(target.load()) == "storage_hash"
+            counts[found := outcome(target.load())] += 1
+            assert found == "storage_hash"
             target.raw.put_chunk(flip(key, bit), None)
+    target.report("keys", counts)
 
 
 def test_every_bit_of_the_bytes_on_their_way(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit that flips after the storage hash was checked is seen where the bytes land, and the record is kept."""
     target.put()
+    counts: Counter[str] = Counter()
     path = target.loader._views[0].path
     land = path.scatter_from
     for bit in range(target.good.size * 8):
         changed = np.frombuffer(flip(target.good.tobytes(), bit), np.uint8).reshape(target.good.shape)
         monkeypatch.setattr(path, "scatter_from", lambda span, _, c=changed: land(span, path._staged(span, c)))
         result = target.loader.get_blocks(HASHES, [1])
+        counts[outcome(result)] += 1
         assert outcome(result) == "content"
         assert not result.rejected[0].condemned
         target.store._shard.refused.discard(target.key)
     monkeypatch.undo()
     assert outcome(target.load()) == "verified"
     assert target.raw.quarantined() == []
+    target.report("in-flight", counts)
