@@ -14,15 +14,19 @@ import triton.language as tl
 
 from kvstore.kernels.tables import (
     MAX_PROGRAMS,
-    MAX_SLICES,
     SliceTable,
     check_rows,
-    check_sums,
+    check_tensor,
     lanes,
     slice_options,
     staging_address,
 )
-from kvstore.kernels.walk import pointers, read_column, read_row, split
+from kvstore.kernels.walk import FACTOR, K_PLANE, NUMBER, V_PLANE, plane_pointers, read_column, read_row, split
+
+MAX_SLICES = 8
+"""Slices that a program of a block's sum takes side by side."""
+MAX_VECTORS = 4
+"""Vectors of one slice that a thread has in flight, where a program takes few slices."""
 
 
 @triton.jit
@@ -54,7 +58,7 @@ def add_plane(  # type: ignore[no-untyped-def]
     return b_weighted, b_plain
 
 
-@triton.jit(do_not_specialize=["base", "slices", "chunks", "out_stride"])
+@triton.jit(do_not_specialize=["p_table", "p_rows", "p_out", "base", "slices", "chunks", "out_stride"])
 def checksum_kernel(  # type: ignore[no-untyped-def]
     p_table,
     p_rows,
@@ -84,18 +88,16 @@ def checksum_kernel(  # type: ignore[no-untyped-def]
     CELL: tl.constexpr = K_PIECES + V_PIECES
     b_factor = 1
     if not BY_SLICE:
-        b_factor = read_column(p_table, slices, i_slices, m_slices, 4)[:, None]
+        b_factor = read_column(p_table, slices, i_slices, m_slices, FACTOR)[:, None]
 
     b_weighted = tl.zeros([WIDTH], tl.int64)
     b_plain = tl.zeros([WIDTH], tl.int64)
-    b_address = base + read_column(p_table, slices, i_slices, m_slices, 0) + o_token * (K_STRIDE * 8)
-    p_k = pointers(b_address + i_block * read_column(p_table, slices, i_slices, m_slices, 1), ALIGN)
+    p_k = plane_pointers(p_table, base, slices, i_slices, m_slices, i_block, o_token, K_PLANE, K_STRIDE, ALIGN)
     b_weighted, b_plain = add_plane(
         b_weighted, b_plain, p_k, b_tokens, b_factor, tokens, K_PIECES, CELL, 0, K_STRIDE, WIDTH
     )
     if V_PIECES > 0:
-        b_address = base + read_column(p_table, slices, i_slices, m_slices, 2) + o_token * (V_STRIDE * 8)
-        p_v = pointers(b_address + i_block * read_column(p_table, slices, i_slices, m_slices, 3), ALIGN)
+        p_v = plane_pointers(p_table, base, slices, i_slices, m_slices, i_block, o_token, V_PLANE, V_STRIDE, ALIGN)
         b_weighted, b_plain = add_plane(
             b_weighted, b_plain, p_v, b_tokens, b_factor, tokens, V_PIECES, CELL, K_PIECES, V_STRIDE, WIDTH
         )
@@ -103,7 +105,7 @@ def checksum_kernel(  # type: ignore[no-untyped-def]
     total = tl.sum(b_weighted + b_plain * (first * (2 * CELL)), 0)
     p_total = p_out + i_out * out_stride
     if BY_SLICE:
-        p_total += tl.load(p_table + 5 * slices + tl.program_id(0) % chunks)
+        p_total += tl.load(p_table + NUMBER * slices + tl.program_id(0) % chunks)
     tl.atomic_add(p_total, total, sem="relaxed")
 
 
@@ -116,25 +118,25 @@ def checksum_blocks(
     caller has set to zero; rows and tables with one output index add up. staging: (blocks, block_bytes) uint8
     where the table's addresses are offsets in a staged block; block ids then number its rows.
     """
-    check_sums(out, table.columns.device)
+    check_tensor("out", out, torch.int64, table.columns.device)
     _launch(table, rows, out, staging, MAX_SLICES)
 
 
 def checksum_slices(
     table: SliceTable, rows: torch.Tensor, out: torch.Tensor, staging: torch.Tensor | None = None
 ) -> None:
-    """Add each row's s of each of the table's slices to out[its output index, the slice's index], mod 2**64.
+    """Add each row's s of each of the table's slices to out[its output index, the slice's number], mod 2**64.
 
     out: (outputs, group_slices) int64, set to zero by the caller; the rest as `checksum_blocks`.
     """
-    check_sums(out, table.columns.device, table.group_slices)
+    check_tensor("out", out, torch.int64, table.columns.device, table.group_slices)
     _launch(table, rows, out, staging, 1)
 
 
 def _launch(
     table: SliceTable, rows: torch.Tensor, out: torch.Tensor, staging: torch.Tensor | None, most_slices: int
 ) -> None:
-    check_rows(rows, table.columns.device)
+    check_rows(table, rows)
     base = 0 if staging is None else staging_address(table, staging)
     options = checksum_options(table, most_slices, lanes())
     chunks = -(-table.slices // options["SLICES"])
@@ -146,4 +148,4 @@ def _launch(
 
 def checksum_options(table: SliceTable, most_slices: int, warp: int) -> dict[str, int]:
     """The kernel's constants and warps for a table. most_slices: 1 for sums of slices; warp: threads of one."""
-    return {**slice_options(table, most_slices, warp), "BY_SLICE": most_slices == 1}
+    return {**slice_options(table, most_slices, MAX_VECTORS, warp), "BY_SLICE": most_slices == 1}

@@ -15,14 +15,25 @@ import triton.language as tl
 
 from kvstore.kernels.tables import (
     MAX_PROGRAMS,
-    MAX_SLICES,
     SliceTable,
     check_rows,
     lanes,
     slice_options,
     staging_address,
 )
-from kvstore.kernels.walk import pointers, read_column, read_row, split
+from kvstore.kernels.walk import (
+    K_PLANE,
+    STAGING_OFFSET,
+    V_PLANE,
+    plane_pointers,
+    pointers,
+    read_column,
+    read_row,
+    split,
+)
+
+MAX_SLICES = 4
+"""Slices that a program takes side by side, and vectors that a thread has in flight: masks too need registers."""
 
 
 @triton.jit
@@ -48,7 +59,7 @@ def gather_plane(  # type: ignore[no-untyped-def]
         tl.store(p_staged + o_staged, b_x, mask=i_piece < b_slots * PIECES)
 
 
-@triton.jit(do_not_specialize=["staging", "block_bytes", "slices", "chunks"])
+@triton.jit(do_not_specialize=["p_table", "p_rows", "staging", "block_bytes", "slices", "chunks"])
 def gather_kernel(  # type: ignore[no-untyped-def]
     p_table,
     p_rows,
@@ -75,16 +86,14 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     b_tokens = tl.where(m_slices, tokens, 0)[:, None]
     slots = tl.where(tokens > 0, BLOCK_SIZE, 0)
     b_slots = tl.where(m_slices, slots, 0)[:, None]
-    b_offset = read_column(p_table, slices, i_slices, m_slices, 6)
+    b_offset = read_column(p_table, slices, i_slices, m_slices, STAGING_OFFSET)
     p_staged = pointers(staging + i_out * block_bytes + b_offset, ALIGN)
     CELL: tl.constexpr = K_PIECES + V_PIECES
 
-    b_address = read_column(p_table, slices, i_slices, m_slices, 0) + o_token * (K_STRIDE * 8)
-    p_k = pointers(b_address + i_block * read_column(p_table, slices, i_slices, m_slices, 1), ALIGN)
+    p_k = plane_pointers(p_table, 0, slices, i_slices, m_slices, i_block, o_token, K_PLANE, K_STRIDE, ALIGN)
     gather_plane(p_k, p_staged, b_tokens, b_slots, slots, K_PIECES, CELL, 0, K_STRIDE, WIDTH)
     if V_PIECES > 0:
-        b_address = read_column(p_table, slices, i_slices, m_slices, 2) + o_token * (V_STRIDE * 8)
-        p_v = pointers(b_address + i_block * read_column(p_table, slices, i_slices, m_slices, 3), ALIGN)
+        p_v = plane_pointers(p_table, 0, slices, i_slices, m_slices, i_block, o_token, V_PLANE, V_STRIDE, ALIGN)
         gather_plane(p_v, p_staged, b_tokens, b_slots, slots, V_PIECES, CELL, K_PIECES, V_STRIDE, WIDTH)
 
 
@@ -120,7 +129,7 @@ def scatter_plane(  # type: ignore[no-untyped-def]
         tl.store(p_plane + o_plane, b_x, mask=m_x)
 
 
-@triton.jit(do_not_specialize=["staging", "block_bytes", "slices", "chunks"])
+@triton.jit(do_not_specialize=["p_table", "p_rows", "staging", "block_bytes", "slices", "chunks"])
 def scatter_kernel(  # type: ignore[no-untyped-def]
     p_table,
     p_rows,
@@ -144,16 +153,14 @@ def scatter_kernel(  # type: ignore[no-untyped-def]
     m_slices = i_slices < slices
     i_block, o_token, tokens, _, i_out = read_row(p_rows, tl.program_id(0) // chunks)
     b_tokens = tl.where(m_slices, tokens, 0)[:, None]
-    b_offset = read_column(p_table, slices, i_slices, m_slices, 6)
+    b_offset = read_column(p_table, slices, i_slices, m_slices, STAGING_OFFSET)
     p_staged = pointers(staging + i_out * block_bytes + b_offset, ALIGN)
     CELL: tl.constexpr = K_PIECES + V_PIECES
 
-    b_address = read_column(p_table, slices, i_slices, m_slices, 0) + o_token * (K_STRIDE * 8)
-    p_k = pointers(b_address + i_block * read_column(p_table, slices, i_slices, m_slices, 1), ALIGN)
+    p_k = plane_pointers(p_table, 0, slices, i_slices, m_slices, i_block, o_token, K_PLANE, K_STRIDE, ALIGN)
     scatter_plane(p_k, p_staged, b_tokens, tokens, K_PIECES, CELL, 0, K_STRIDE, WIDTH)
     if V_PIECES > 0:
-        b_address = read_column(p_table, slices, i_slices, m_slices, 2) + o_token * (V_STRIDE * 8)
-        p_v = pointers(b_address + i_block * read_column(p_table, slices, i_slices, m_slices, 3), ALIGN)
+        p_v = plane_pointers(p_table, 0, slices, i_slices, m_slices, i_block, o_token, V_PLANE, V_STRIDE, ALIGN)
         scatter_plane(p_v, p_staged, b_tokens, tokens, V_PIECES, CELL, K_PIECES, V_STRIDE, WIDTH)
 
 
@@ -167,7 +174,7 @@ def scatter(table: SliceTable, rows: torch.Tensor, staging: torch.Tensor) -> Non
 
 
 def _launch(kernel: Any, table: SliceTable, rows: torch.Tensor, staging: torch.Tensor, options: dict[str, int]) -> None:
-    check_rows(rows, table.columns.device)
+    check_rows(table, rows)
     address = staging_address(table, staging)
     chunks = -(-table.slices // options["SLICES"])
     programs = rows.shape[0] * chunks
@@ -178,9 +185,9 @@ def _launch(kernel: Any, table: SliceTable, rows: torch.Tensor, staging: torch.T
 
 def scatter_options(table: SliceTable, warp: int) -> dict[str, int]:
     """scatter_kernel's constants and warps for a table; warp: threads of one."""
-    return slice_options(table, MAX_SLICES, warp)
+    return slice_options(table, MAX_SLICES, MAX_SLICES, warp)
 
 
 def gather_options(table: SliceTable, warp: int) -> dict[str, int]:
     """gather_kernel's constants and warps for a table; warp: threads of one."""
-    return {**slice_options(table, MAX_SLICES, warp), "BLOCK_SIZE": table.block_size}
+    return {**slice_options(table, MAX_SLICES, MAX_SLICES, warp), "BLOCK_SIZE": table.block_size}

@@ -20,7 +20,7 @@ from kvstore.kernels.tables import (
     MAX_PROGRAMS,
     MAX_WARPS,
     VECTOR_BYTES,
-    check_sums,
+    check_tensor,
     int64_columns,
     lanes,
     power_of_two,
@@ -110,7 +110,7 @@ def merge_axes(axes: Iterable[StateAxis]) -> tuple[StateAxis, ...]:
     return tuple(merged)
 
 
-@triton.jit(do_not_specialize=["layers", "chunks"])
+@triton.jit(do_not_specialize=["p_table", "p_rows", "p_out", "layers", "chunks"])
 def state_checksum_kernel(  # type: ignore[no-untyped-def]
     p_table,
     p_rows,
@@ -176,9 +176,8 @@ def checksum_states(table: StateTable, rows: torch.Tensor, out: torch.Tensor) ->
     int64, the uint64 sums' bits, which the caller has set to zero; all of a group's tables add up there.
     """
     device = table.columns.device
-    check_sums(out, device)
-    assert rows.dtype == torch.int64 and rows.device == device and rows.is_contiguous(), "rows: int64, contiguous"
-    assert rows.ndim == 2 and rows.shape[1] == STATE_ROW_COLUMNS, f"rows: {tuple(rows.shape)}"
+    check_tensor("rows", rows, torch.int64, device, STATE_ROW_COLUMNS)
+    check_tensor("out", out, torch.int64, device)
     options = state_options(table, lanes())
     chunks = -(-table.elements // (options["WIDTH"] * TILES))
     programs = rows.shape[0] * table.layers * chunks

@@ -7,7 +7,11 @@ Rows say which tokens: int64 (rows, ROW_COLUMNS), contiguous, on the table's dev
 
 A row names consecutive tokens of one page, so a table of another block size is summed by cutting or joining rows. A
 row of no tokens does nothing, and may fill a batch up. Ids, offsets and tokens are trusted: the caller has checked
-that they lie in the cache.
+that they lie in the cache, keeps its memory alive, and has made the table's device and a stream current: every call
+is one launch there.
+
+A kernel is compiled once for each form (bytes of K and V, token strides, alignment; for a gather the block size too)
+and never again for other rows, addresses or numbers of slices but the few that fill no program.
 """
 
 from __future__ import annotations
@@ -24,14 +28,11 @@ PIECE_BYTES = 8
 VECTOR_BYTES = 16
 """The widest access of one thread."""
 MAX_INDEX = 2**30
-"""Pieces of a slice, elements of a state: twice an index plus one stays below 2**31."""
+"""Bounds the pieces of a slice and the elements of a state: twice an index plus one stays below 2**31."""
 MAX_PROGRAMS = 2**31
+"""Bounds the programs of a launch."""
 MAX_WARPS = 4
 """Warps of 32 threads of a program."""
-MAX_SLICES = 8
-"""Slices that one program takes side by side: as many vectors a thread has in flight."""
-MAX_LENGTH = 4
-"""Vectors of one slice that a thread has in flight, where a program takes few slices."""
 
 
 class SliceEntry(NamedTuple):
@@ -48,7 +49,7 @@ class SliceEntry(NamedTuple):
     v_bytes: int = 0
     factor: int = 1
     """m, an odd uint64."""
-    index: int = 0
+    number: int = 0
     """The slice's number among its group's, in canonical order."""
     staging_offset: int = 0
     """Bytes from a staged block's start to the slice."""
@@ -73,7 +74,7 @@ class SliceEntry(NamedTuple):
 class SliceTable:
     """Slices of one form on a device.
 
-    columns: (7, slices) int64: K's address, K's block stride, V's address, V's block stride, m, index,
+    columns: (7, slices) int64: K's address, K's block stride, V's address, V's block stride, m, number,
     staging offset. group_slices: slices of the whole group, block_size: tokens of a page, block_bytes: bytes of
     a staged block, vector_bytes: the widest access that every address allows, 16 or 8.
     """
@@ -116,14 +117,14 @@ def slice_tables(
 def _check_entry(entry: SliceEntry, block_size: int) -> None:
     pieces = block_size * (entry.k_bytes + entry.v_bytes) // PIECE_BYTES
     assert entry.alignment % PIECE_BYTES == 0, f"{entry}: expected multiples of {PIECE_BYTES} bytes"
-    assert 0 < entry.k_bytes and 0 < pieces < MAX_INDEX, f"{entry}: a slice has 1 to {MAX_INDEX - 1} pieces"
+    assert 0 < pieces < MAX_INDEX, f"{entry}: a slice has 1 to {MAX_INDEX - 1} pieces"
 
 
 def _slice_table(
     entries: Sequence[SliceEntry], group_slices: int, block_size: int, block_bytes: int, device: torch.device
 ) -> SliceTable:
     rows = [
-        (e.k_address, e.k_block_stride, e.v_address, e.v_block_stride, e.factor, e.index, e.staging_offset)
+        (e.k_address, e.k_block_stride, e.v_address, e.v_block_stride, e.factor, e.number, e.staging_offset)
         for e in entries
     ]
     alignment = block_bytes
@@ -154,16 +155,17 @@ def lanes() -> int:
     return 64 if torch.version.hip else 32
 
 
-def slice_options(table: SliceTable, most_slices: int, warp: int) -> dict[str, int]:
-    """The constants and warps of a kernel over slices; strides in pieces. warp: threads of one.
+def slice_options(table: SliceTable, slices: int, vectors: int, warp: int) -> dict[str, int]:
+    """The constants and warps of a kernel over slices; strides in pieces.
 
-    As many warps as a page's pieces fill, a vector a thread, and neighbouring slices side by side; where there are few,
-    several vectors of each instead. WIDTH is at least two pieces a thread, so that sums over slices stay in it.
+    As many warps as a page's pieces fill, and at most `slices` neighbouring slices side by side; where there are fewer,
+    several vectors of each instead, at most `vectors` a thread. WIDTH is at least two pieces a thread, so that sums over
+    slices stay in it. warp: threads of one.
     """
-    slices = min(most_slices, power_of_two(table.slices))
+    slices = min(slices, power_of_two(table.slices))
     fill = power_of_two(-(-table.pieces // (2 * warp)))
     warps = min(MAX_WARPS * 32 // warp, fill)
-    length = min(MAX_LENGTH, MAX_SLICES // slices, fill // warps)
+    length = min(max(1, vectors // slices), fill // warps)
     return {
         "K_PIECES": table.k_bytes // PIECE_BYTES,
         "V_PIECES": table.v_bytes // PIECE_BYTES,
@@ -181,22 +183,21 @@ def power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def check_rows(rows: torch.Tensor, device: torch.device) -> None:
-    """Assert the dtype, shape, strides and device of rows."""
-    assert rows.dtype == torch.int64 and rows.device == device, f"rows are {rows.dtype} on {rows.device}, not {device}"
-    assert rows.ndim == 2 and rows.shape[1] == ROW_COLUMNS and rows.is_contiguous(), f"rows: {tuple(rows.shape)}"
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, *columns: int) -> None:
+    """Assert a contiguous tensor (any, *columns) of a dtype on a device."""
+    found, expected = (tensor.dtype, tensor.device, tensor.shape[1:]), (dtype, device, columns)
+    assert found == expected, f"{name}: {found}, expected {expected}"
+    assert tensor.is_contiguous(), f"{name}: strides {tensor.stride()}, expected a contiguous tensor"
 
 
-def check_sums(out: torch.Tensor, device: torch.device, *columns: int) -> None:
-    """Assert that out is int64 (outputs, *columns), contiguous, on the device."""
-    assert out.dtype == torch.int64 and out.device == device, f"out is {out.dtype} on {out.device}, not {device}"
-    assert out.shape[1:] == columns and out.is_contiguous(), f"out: {tuple(out.shape)}, expected (outputs, {columns})"
+def check_rows(table: SliceTable, rows: torch.Tensor) -> None:
+    """Assert that rows are int64 (rows, ROW_COLUMNS), contiguous, on the table's device."""
+    check_tensor("rows", rows, torch.int64, table.columns.device, ROW_COLUMNS)
 
 
 def staging_address(table: SliceTable, staging: torch.Tensor) -> int:
-    """The address of staging, uint8 (blocks, block_bytes), contiguous and aligned, on the table's device."""
-    device = table.columns.device
-    assert staging.dtype == torch.uint8 and staging.device == device, f"staging is {staging.dtype} on {staging.device}"
-    assert staging.shape[1:] == (table.block_bytes,) and staging.is_contiguous(), f"staging: {tuple(staging.shape)}"
-    assert staging.data_ptr() % table.vector_bytes == 0, f"staging is not aligned to {table.vector_bytes} bytes"
-    return staging.data_ptr()
+    """The address of staging, uint8 (blocks, block_bytes), contiguous, on the table's device, aligned as it says."""
+    check_tensor("staging", staging, torch.uint8, table.columns.device, table.block_bytes)
+    address = staging.data_ptr()
+    assert address % table.vector_bytes == 0, f"staging at {address}: expected a multiple of {table.vector_bytes}"
+    return address
