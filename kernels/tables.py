@@ -109,14 +109,15 @@ def slice_tables(
     """
     forms: dict[tuple[int, int, int, int], list[SliceEntry]] = {}
     for entry in entries:
-        _check_entry(entry, block_size)
+        _check_entry(entry, block_size, len(entries))
         forms.setdefault(entry.form, []).append(entry)
     return [_slice_table(e, len(entries), block_size, block_bytes, device) for e in forms.values()]
 
 
-def _check_entry(entry: SliceEntry, block_size: int) -> None:
+def _check_entry(entry: SliceEntry, block_size: int, group_slices: int) -> None:
     pieces = block_size * (entry.k_bytes + entry.v_bytes) // PIECE_BYTES
     assert entry.alignment % PIECE_BYTES == 0, f"{entry}: expected multiples of {PIECE_BYTES} bytes"
+    assert 0 <= entry.number < group_slices, f"{entry}: expected numbers of 0 to {group_slices - 1}"
     assert 0 < pieces < MAX_INDEX, f"{entry}: a slice has 1 to {MAX_INDEX - 1} pieces"
 
 

@@ -460,6 +460,8 @@ def test_tables_refuse_what_is_not_aligned_or_empty() -> None:
         with pytest.raises(AssertionError):
             slice_tables([entry], 4, 64, CPU)
     with pytest.raises(AssertionError):
+        slice_tables([SliceEntry(0, 64, 16, 16, number=1)], 4, 64, CPU)
+    with pytest.raises(AssertionError):
         state_table([StateEntry(1, 2, 1)], [StateAxis(4, 1, 0, 1)], 2, CPU)
     with pytest.raises(AssertionError):
         state_table([StateEntry(0, 2, 1)], [StateAxis(4, 1, 0, 1)], 8, CPU)
