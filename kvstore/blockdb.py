@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import lmdb
+
 from kvstore.environment import Environment
 from kvstore.quarantine import Quarantine
 from kvstore.record import MAX_HEADER_BYTES, Header, chunk_key, parse_header
@@ -53,10 +55,11 @@ class BlockDB(Environment):
     def __init__(self, folder: Path, capacity_bytes: int, sync: bool, writable: bool, quarantine_bytes: int) -> None:
         super().__init__(folder, capacity_bytes, sync, writable)
         self.quarantine = Quarantine(self._quarantined, quarantine_bytes)
+        self._freed = writable
 
     @contextmanager
     def read(self) -> Iterator[ReadView]:
-        """A snapshot inside a `call()`; keep it short, since pages freed meanwhile are not reused."""
+        """A snapshot inside a call; keep it short, since pages freed meanwhile are not reused."""
         with self._begin() as txn:
             yield ReadView(txn, self._index, self._payload)
 
@@ -76,6 +79,16 @@ class BlockDB(Environment):
         Raises lmdb.MapFullError where the capacity is used up, lmdb.Error or OSError where writing failed; then
         nothing of this call is stored.
         """
+        try:
+            return self._write_all(records, identity, keep)
+        except lmdb.MapFullError:
+            if not self._reclaim():
+                raise
+        return self._write_all(records, identity, keep)
+
+    def _write_all(
+        self, records: Sequence[NewRecord], identity: tuple[bytes, bytes], keep: Callable[[bytes, bytes], bool]
+    ) -> list[bytes | None]:
         with self._write() as txn:
             usage = self._usage(txn)
             if txn.get(IDENTITY_PREFIX + identity[0], db=self._meta) != identity[1]:
@@ -83,6 +96,20 @@ class BlockDB(Environment):
             written = [self._put(txn, record, usage, keep) for record in records]
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
         return written
+
+    def _reclaim(self) -> bool:
+        """Make pages that were freed usable: LMDB does so two transactions later, and one that finds no room does not
+        count. Whether anything may have become free since the last time."""
+        if not self._freed:
+            return False
+        self._freed = False
+        try:
+            for _ in range(2):
+                with self._write() as txn:
+                    txn.put(USAGE_KEY, self._usage(txn).encode(), db=self._meta)
+        except lmdb.MapFullError:
+            return False
+        return True
 
     def _usage(self, txn: Any) -> Usage:
         """The accounting, with a last sequence number that no chunk exceeds, whatever became of the stored one."""
@@ -126,30 +153,47 @@ class BlockDB(Environment):
         named = parse_header(current, header.key) if current is not None else None
         if isinstance(named, Header) and named.sequence == header.sequence:
             return
+        self._freed = True
         with txn.cursor(db=self._payload) as cursor:
             prefix = chunk_key(header.sequence, 0)[:8]
             while cursor.set_range(prefix) and cursor.key()[:8] == prefix:
                 cursor.delete()
 
     def condemn(self, entries: Sequence[tuple[bytes, bytes, str]]) -> int:
-        """Move index entries to quarantine in one transaction: (key, value, kind of the rejection) each, if what lies
-        under the key still is the value. Returns how many were moved. Raises as `write` does.
+        """Move index entries to quarantine: (key, value, kind of the rejection) each, if what lies under the key still is
+        the value. In one transaction, or one by one where that finds no room. Returns how many found none.
+
+        Raises lmdb.Error or OSError where writing failed otherwise.
         """
+        try:
+            self._condemn_all(entries)
+            return 0
+        except lmdb.MapFullError:
+            if len(entries) > 1:
+                return sum(self.condemn([entry]) for entry in entries)
+            if not self._reclaim():
+                return 1
+        try:
+            self._condemn_all(entries)
+            return 0
+        except lmdb.MapFullError:
+            return 1
+
+    def _condemn_all(self, entries: Sequence[tuple[bytes, bytes, str]]) -> None:
         with self._write() as txn:
             usage = self._usage(txn)
-            moved = [entry for entry in entries if self._condemn(txn, usage, *entry)]
+            for entry in entries:
+                self._condemn(txn, usage, *entry)
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
-        return len(moved)
 
-    def _condemn(self, txn: Any, usage: Usage, key: bytes, value: bytes, kind: str) -> bool:
+    def _condemn(self, txn: Any, usage: Usage, key: bytes, value: bytes, kind: str) -> None:
         if (txn.get(key, db=self._index) or b"")[: MAX_HEADER_BYTES + 1] != value:
-            return False
+            return
         txn.delete(key, db=self._index)
         header = parse_header(value)
         usage.remove(header if isinstance(header, Header) else None)
         for dropped in self.quarantine.add(txn, usage, key, value, kind):
             self._release(txn, parse_header(dropped))
-        return True
 
     def usage(self) -> dict[str, int]:
         """Records, bytes and quarantine, as the last transaction left them, and the file's size in bytes."""

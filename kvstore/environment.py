@@ -20,6 +20,7 @@ from kvstore.errors import (
     ConfigError,
     KVStoreError,
     StoreAlreadyOpen,
+    StoreBusy,
     StoreClosed,
     StoreDamaged,
     StoreForked,
@@ -58,7 +59,7 @@ and leave its lock held."""
 
 
 class Environment:
-    """One shard's LMDB environment and STORE file. Every transaction lies inside a `call()`.
+    """One shard's LMDB environment and STORE file. Every transaction lies inside a call that has entered.
 
     Any thread may call it; writes take turns. A shard has one writer, which holds the lock of its STORE file, and is
     opened once in a process. After a fork the child gets StoreForked; after close, everyone gets StoreClosed. close
@@ -73,8 +74,10 @@ class Environment:
             _check_mappable(self.capacity_bytes)
         self._pid = os.getpid()
         self._gate = threading.Lock()
-        self._active, self._closing, self._closed = 0, False, False
-        self._maps, self._waiting = 0, 0
+        self.calls: set[object] = set()
+        self._closing, self._closed = False, False
+        self._maps = 0
+        self._waiting: set[object] = set()
         self._write_lock = threading.Lock()
         self._opened_as = claim(folder)
         try:
@@ -181,24 +184,17 @@ class Environment:
         if self._closing:
             raise StoreClosed(f"{self.folder} was closed: open the store again")
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
+    def enter(self, token: object) -> None:
         """Hold the environment open for a whole call of the store; read and write transactions lie inside one.
 
-        A signal may raise between any two steps: what was counted is known before anything can, and is given back.
+        A signal may raise between any two steps of Python, so the caller writes
+        `try: db.enter(token); ... finally: db.calls.discard(token)`: the last is one step, takes no lock and cannot be
+        torn from its `finally`, as the exit of a context manager can. Raises StoreClosed or StoreForked.
         """
         self.check_open()
-        counted = False
-        try:
-            with self._gate:
-                self.check_open()
-                self._active += 1
-                counted = True
-            yield
-        finally:
-            if counted:
-                with self._gate:
-                    self._active -= 1
+        with self._gate:
+            self.check_open()
+            self.calls.add(token)
 
     def _begin(self) -> Any:
         """A read transaction for a call. Another process may have grown the file past the map."""
@@ -210,22 +206,21 @@ class Environment:
                 self._map_anew(seen)
 
     def _map_anew(self, seen: int) -> None:
-        """Adopt the file's map size while no call has a transaction, since the old map goes away under it."""
-        waiting = False
+        """Adopt the file's map size while every call waits for it here, since the old map goes away under it."""
+        token = object()
         try:
-            with self._gate:
-                self._waiting += 1
-                waiting = True
+            self._waiting.add(token)
             while self._maps == seen:
                 with self._gate:
-                    if self._maps == seen and self._active == self._waiting:
+                    if self._maps == seen and len(self.calls) == len(self._waiting):
                         self._env.set_mapsize(0)
                         self._maps += 1
                 time.sleep(POLL_SECONDS)
         finally:
-            if waiting:
-                with self._gate:
-                    self._waiting -= 1
+            self._waiting.discard(token)
+        # Who changes the map now must have finished; from here on nobody begins to, since this call waits no more.
+        with self._gate:
+            pass
 
     @contextmanager
     def _write(self) -> Iterator[Any]:
@@ -245,7 +240,7 @@ class Environment:
         if hasattr(self, "_env"):
             try:
                 self.close()
-            except StorePathError:
+            except KVStoreError:
                 log.exception("%s: dropped without close", self.folder)
 
     def close(self) -> None:
@@ -254,12 +249,15 @@ class Environment:
             return
         self._closing = True
         deadline = time.monotonic() + CLOSE_TIMEOUT
-        while self._active and time.monotonic() < deadline:
+        while self.calls and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         with self._gate:
-            if self._active:
-                log.error("%s: %d calls still in flight: left open; close it again", self.folder, self._active)
-            elif not self._closed:
+            if self.calls:
+                raise StoreBusy(
+                    f"{self.folder}: {len(self.calls)} calls are still in flight after {CLOSE_TIMEOUT:.0f} seconds: the "
+                    "shard is left open; close it again when they have ended"
+                )
+            if not self._closed:
                 self._shut()
 
     def _shut(self) -> None:

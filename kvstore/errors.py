@@ -109,6 +109,10 @@ class StoreClosed(KVStoreError):
     """The store was closed."""
 
 
+class StoreBusy(KVStoreError):
+    """The store cannot be closed: calls are still in flight."""
+
+
 class StoreForked(KVStoreError):
     """The store was opened before a fork; the child must open its own."""
 

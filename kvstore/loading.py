@@ -182,11 +182,14 @@ class Load:
         return np.asarray(np.array(starts, np.int64)[chunk_of] + offset, np.int64)
 
     def _land_staged(self, found: Found) -> list[Refusal]:
-        with self.shard.staging(self.view.plan.raw_length).borrow() as buffer:
-            block = buffer[: self.view.plan.raw_length]
+        pool, borrower = self.shard.staging(self.view.plan.raw_length), object()
+        try:
+            block = pool.borrow(borrower)[: self.view.plan.raw_length]
             if wrong := self._decode(found, block):
                 return [Refusal(found.index, found.value, wrong)]
             self.view.path.scatter(self.span.take([found.index]), block[None])
+        finally:
+            pool.borrowed.pop(borrower, None)
         self.landed[found.index] = (found.value, found.header)
         return []
 
@@ -231,11 +234,11 @@ class Load:
             self.condemned.append((key, value, rejection.kind))
 
     def _quarantine(self) -> None:
-        """Take the condemned records out of the store, in one transaction; they are refused already."""
+        """Take the condemned records out of the store; they are refused already."""
         if not self.condemned or not self.shard.db.writable:
             return
         try:
-            self.shard.db.condemn(self.condemned)
+            self.shard.counters.add("quarantine_failed", self.shard.db.condemn(self.condemned))
         except (lmdb.Error, OSError):
             self.shard.counters.add("quarantine_failed", len(self.condemned))
             log.exception("%s: damaged records could not be moved to quarantine", self.shard.db.folder)
@@ -273,12 +276,14 @@ class Load:
 
     def _compare(self, found: Found, sums: UInt64Array, expected: int) -> tuple[str, bool]:
         """What is wrong with a block whose bytes in the engine's cache do not sum to `expected`."""
-        raw = self.view.plan.raw_length
-        with self.shard.staging(raw).borrow() as buffer:
-            block = buffer[:raw]
+        pool, borrower = self.shard.staging(self.view.plan.raw_length), object()
+        try:
+            block = pool.borrow(borrower)[: self.view.plan.raw_length]
             if wrong := self._decode(found, block):
                 return wrong.detail, True
             staged = self.view.path.staging_checksum(self.span.take([found.index]), block[None])
+        finally:
+            pool.borrowed.pop(borrower, None)
         total = int(weighted_sums(staged, self.view.group.factors)[0])
         if total != expected:
             return f"the record's bytes sum to {total:016x}, its header says {expected:016x}", True

@@ -48,11 +48,13 @@ class Save:
         count = len(self.span)
         stored, present, failed = np.zeros(count, bool), self._present(), dict[int, str]()
         todo = np.flatnonzero(~present)
-        pool = self.shard.staging(self.view.plan.raw_length)
+        pool, borrower = self.shard.staging(self.view.plan.raw_length), object()
         step = pool.nbytes // self.view.plan.raw_length
         for start in range(0, todo.size, step):
-            with pool.borrow() as buffer:
-                outcomes = self._save(todo[start : start + step], buffer)
+            try:
+                outcomes = self._save(todo[start : start + step], pool.borrow(borrower))
+            finally:
+                pool.borrowed.pop(borrower, None)
             for index, outcome in outcomes.items():
                 stored[index], present[index] = outcome == "stored", outcome == "present"
                 if outcome not in ("stored", "present"):

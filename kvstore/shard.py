@@ -6,9 +6,8 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeVar
@@ -87,47 +86,31 @@ class Refused:
         return len(self._sequences)
 
 
-@dataclass(eq=False)
-class StagingBuffer:
-    """A buffer of a pool, and who borrows it."""
-
-    memory: Bytes | None = None
-    borrower: object | None = None
-
-
 class StagingPool:
-    """STAGING_BUFFERS buffers of one size, made when first needed and kept. Any thread may borrow."""
+    """STAGING_BUFFERS buffers of one size, made when first needed and kept. Any thread may borrow.
+
+    A signal may raise between any two steps of Python, so a borrower writes `try: buffer = pool.borrow(borrower) ...
+    finally: pool.borrowed.pop(borrower, None)`: giving back is one step (see Environment.enter).
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.borrowed: dict[object, int] = {}
         self._lock = threading.Lock()
-        self._buffers = [StagingBuffer() for _ in range(STAGING_BUFFERS)]
+        self._buffers: list[Bytes | None] = [None] * STAGING_BUFFERS
 
-    @contextmanager
-    def borrow(self) -> Iterator[Bytes]:
-        """A buffer of nbytes, for the time of the block; waits while all are borrowed.
-
-        A signal may raise between any two steps: what the borrower's mark is on is given back.
-        """
-        borrower = object()
-        try:
-            while not (mine := self._take(borrower)):
-                time.sleep(POLL_SECONDS)
-            if mine[0].memory is None:
-                mine[0].memory = np.empty(self.nbytes, np.uint8)
-            yield mine[0].memory
-        finally:
-            for buffer in self._buffers:
-                if buffer.borrower is borrower:
-                    buffer.borrower = None
-
-    def _take(self, borrower: object) -> list[StagingBuffer]:
-        with self._lock:
-            for buffer in self._buffers:
-                if buffer.borrower is None:
-                    buffer.borrower = borrower
-                    return [buffer]
-        return []
+    def borrow(self, borrower: object) -> Bytes:
+        """A buffer of nbytes; waits while all are borrowed."""
+        while True:
+            with self._lock:
+                taken = set(self.borrowed.values())
+                for number, buffer in enumerate(self._buffers):
+                    if number not in taken:
+                        self.borrowed[borrower] = number
+                        if buffer is None:
+                            buffer = self._buffers[number] = np.empty(self.nbytes, np.uint8)
+                        return buffer
+            time.sleep(POLL_SECONDS)
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
@@ -39,10 +40,50 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Job(Protocol[Result]):
-    """A put or a get, its arguments checked."""
+    """A call of the store, its arguments checked."""
 
     def run(self) -> Result:
         """Do it, once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """One match_prefix call over one group."""
+
+    shard: Shard
+    view: GroupView
+    keys: list[bytes]
+
+    def run(self) -> int:
+        """How many leading keys answer; 0, and counted, where LMDB cannot read."""
+        try:
+            with self.shard.db.read() as snapshot:
+                for position, key in enumerate(self.keys):
+                    value = snapshot.header(key)
+                    if value is None or not self._answers(key, value, position):
+                        return position
+        except lmdb.Error:
+            self.shard.counters.add("match_failed")
+            return 0
+        return len(self.keys)
+
+    def _answers(self, key: bytes, value: bytes, position: int) -> bool:
+        """Whether a get would try this index entry. A damaged one counts: the get refuses it, and says so."""
+        if self.shard.refused.holds(key, value):
+            return False
+        header = parse_header(value, key)
+        return not isinstance(header, Header) or self.view.misfit(header, position) is None
+
+
+@dataclass(frozen=True, eq=False)
+class Accounting:
+    """One look at the shard's figures."""
+
+    shard: Shard
+
+    def run(self) -> dict[str, int]:
+        """The figures, none where LMDB cannot read them."""
+        return self.shard.usage()
 
 
 class KVStore:
@@ -98,8 +139,7 @@ class KVStore:
 
     def _check_identity(self) -> None:
         try:
-            with self._shard.db.call():
-                stored = self._shard.db.identity(self._shard.identity_id)
+            stored = self._shard.db.identity(self._shard.identity_id)
         except lmdb.Error:
             return
         if stored is None or stored == self._shard.identity_json:
@@ -187,24 +227,7 @@ class KVStore:
         if isinstance(block_hashes, Mapping):
             return min((self.match_prefix(hashes, number) for number, hashes in block_hashes.items()), default=0)
         view = self._view(group)
-        keys = view.keys(as_hashes(block_hashes))
-        try:
-            with self._shard.db.call(), self._shard.db.read() as snapshot:
-                for position, key in enumerate(keys):
-                    value = snapshot.header(key)
-                    if value is None or not self._answers(view, key, value, position):
-                        return position
-        except lmdb.Error:
-            self._shard.counters.add("match_failed")
-            return 0
-        return len(keys)
-
-    def _answers(self, view: GroupView, key: bytes, value: bytes, position: int) -> bool:
-        """Whether a get would try this index entry. A damaged one counts: the get refuses it, and says so."""
-        if self._shard.refused.holds(key, value):
-            return False
-        header = parse_header(value, key)
-        return not isinstance(header, Header) or view.misfit(header, position) is None
+        return self._run(Match(self._shard, view, view.keys(as_hashes(block_hashes))))
 
     def touch(self, block_hashes: Sequence[bytes], group: int = 0) -> None:
         """A request came that wants these blocks. Counted; nothing is written.
@@ -271,15 +294,18 @@ class KVStore:
 
     def _run(self, job: Job[Result]) -> Result:
         """Do a put or a get. A method, so that this object, and with it the cache's memory, outlives the job."""
-        with self._shard.db.call():
+        db, token = self._shard.db, object()
+        try:
+            db.enter(token)
             return job.run()
+        finally:
+            db.calls.discard(token)
 
     def stats(self) -> dict[str, int]:
         """Counters of this store object (put_*, get_*) and figures of the shard (records, bytes, quarantine)."""
         own = {"refused_keys": len(self._shard.refused), "emptied_at_open": int(self._shard.db.emptied)}
         zeros = dict.fromkeys(("put_stored", "put_present", "put_bytes", "get_verified", "get_missing", "get_bytes"), 0)
-        with self._shard.db.call():
-            return zeros | own | self._shard.usage() | self._shard.counters.figures()
+        return zeros | own | self._run(Accounting(self._shard)) | self._shard.counters.figures()
 
     def close(self) -> None:
         """Finish submitted calls, sync and give the shard up. Twice is allowed."""

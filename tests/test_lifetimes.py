@@ -41,12 +41,13 @@ while time.monotonic() < end:
             store.put_blocks(hashes, range(8)); loader.get_blocks(hashes, range(8)); store.match_prefix(hashes); store.stats()
     except Interrupt:
         count += 1
+        # While the exception lives, and with it the frames that it came through.
+        assert not store._shard.db.calls, "a call is counted that has ended"
+        assert not any(p.borrowed for p in store._shard._pools.values()), "a staging buffer is lost"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     got = loader.submit_get_blocks(hashes, range(8)).result(5)
     assert (canonical(target, range(8))[got.verified] == good[got.verified]).all(), "wrong bytes were served"
-    assert store._shard.db._active == 0, "a call is counted that has ended"
-    assert not any(b.borrower for p in store._shard._pools.values() for b in p._buffers), "a staging buffer is lost"
 start = time.monotonic()
 store.close()
 assert time.monotonic() - start < 5, "close waited for a call that had ended"
@@ -160,12 +161,13 @@ def test_close_in_the_callback_of_a_future_does_not_wait_for_itself(tmp_path: Pa
 
 def test_two_closes_at_once_both_wait_for_the_end(tmp_path: Path) -> None:
     store = open_store(tmp_path, make_cache())
-    with store._shard.db.call():
-        threads = [threading.Thread(target=store.close) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        threads[0].join(0.05)
-        assert all(thread.is_alive() for thread in threads)
+    store._shard.db.enter("a call")
+    threads = [threading.Thread(target=store.close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[0].join(0.05)
+    assert all(thread.is_alive() for thread in threads)
+    store._shard.db.calls.discard("a call")
     for thread in threads:
         thread.join(30)
     open_store(tmp_path, make_cache()).close()
@@ -188,17 +190,16 @@ def test_a_buffer_is_waited_for_and_given_back() -> None:
     pool, order = StagingPool(8), list[str]()
 
     def third() -> None:
-        with pool.borrow():
-            order.append("third")
+        pool.borrow("three")
+        order.append("third")
 
-    with pool.borrow() as one:
-        with pool.borrow() as two:
-            assert one is not two
-            waiting = threading.Thread(target=third)
-            waiting.start()
-            waiting.join(0.05)
-            order.append("second is back")
-        waiting.join(30)
+    assert pool.borrow("one") is not pool.borrow("two")
+    waiting = threading.Thread(target=third)
+    waiting.start()
+    waiting.join(0.05)
+    order.append("second is back")
+    pool.borrowed.pop("two")
+    waiting.join(30)
     assert order == ["second is back", "third"]
 
 
@@ -226,3 +227,52 @@ def test_condemned_records_of_a_call_leave_in_one_transaction(store: KVStore, mo
     assert len(store.get_blocks(HASHES, range(4)).rejected) == 4
     assert calls == [4]
     assert store.stats()["quarantine_records"] == 4
+
+
+def test_a_close_that_would_cut_calls_off_leaves_the_store_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path, make_cache())
+    store._shard.db.enter("a call")
+    monkeypatch.setattr("kvstore.environment.CLOSE_TIMEOUT", 0.01)
+    with pytest.raises(errors.StoreBusy, match="1 calls are still in flight"):
+        store.close()
+    store._shard.db.calls.discard("a call")
+    store.close()
+    open_store(tmp_path, make_cache()).close()
+
+
+@pytest.mark.parametrize("quarantine_bytes", [0, 128 * 1024])
+@pytest.mark.parametrize("reopen", [False, True])
+def test_a_full_store_whose_records_are_all_damaged_takes_puts_again(
+    tmp_path: Path, quarantine_bytes: int, reopen: bool
+) -> None:
+    """What leaves quarantine must make room, however little there is to do that in."""
+    form = {"layers": 2, "blocks": 64, "heads": 4, "tokens": 16, "head_size": 128}
+    config = replace(SMALL, capacity_bytes=4 * MIB, quarantine_bytes=quarantine_bytes)
+    cache, hashes = make_cache(**form), block_hashes(64)
+    store = open_store(tmp_path, cache, config)
+    count = int(store.put_blocks(hashes, range(64)).stored.sum())
+    assert 0 < count < 64, "the store must be full"
+    store.close()
+    damage(store.folder / "data.mdb", canonical(cache, range(count)))
+    store = open_store(tmp_path, cache, config)
+    got = store.get_blocks(hashes[:count], range(count))
+    assert len(got.rejected) == count
+    stats = store.stats()
+    assert (stats["records"], stats.get("quarantine_failed", 0)) == (0, 0)
+    if reopen:
+        store.close()
+        store = open_store(tmp_path, cache, config)
+    assert store.put_blocks(hashes, range(64)).stored.sum() > count // 2
+    store.close()
+
+
+def damage(file: Path, blocks: Any) -> None:
+    """Flip a bit of each block's bytes where they lie in the file."""
+    data = bytearray(file.read_bytes())
+    for block in blocks:
+        at = data.find(block[:4096].tobytes())
+        assert at > 0
+        data[at + 100] ^= 1
+    file.write_bytes(data)

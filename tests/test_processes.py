@@ -492,9 +492,11 @@ def test_close_waits_for_a_snapshot_so_that_nothing_is_unmapped_under_it(store: 
     assert store.put_blocks(HASHES[:1], [0]).stored.all()
     key, closed = sorted(Raw(store).payload())[0], threading.Event()
     closing = threading.Thread(target=lambda: (store.close(), closed.set()))
-    with store._shard.db.call(), store._shard.db.read() as snapshot:
+    store._shard.db.enter("a call")
+    with store._shard.db.read() as snapshot:
         closing.start()
         assert not closed.wait(0.1)
         assert snapshot.chunk(int.from_bytes(key[:8], "big"), 1) is not None
+    store._shard.db.calls.discard("a call")
     closing.join(PATIENCE)
     assert closed.is_set()
