@@ -308,7 +308,10 @@ class KVStore:
         return zeros | own | self._run(Accounting(self._shard)) | self._shard.counters.figures()
 
     def close(self) -> None:
-        """Finish submitted calls, sync and give the shard up. Twice is allowed."""
+        """Finish submitted calls, wait for all others, sync and give the shard up. Twice is allowed.
+
+        Raises StoreBusy where calls have not ended after a minute, StorePathError where the last sync fails.
+        """
         if self._owner:
             self._shard.close()
 
