@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import lmdb
 
 from kvstore.environment import Environment
 from kvstore.quarantine import Quarantine
 from kvstore.record import MAX_HEADER_BYTES, Header, chunk_key, parse_header
+from kvstore.results import Rejection
 from kvstore.storefile import DATA_NAME
 from kvstore.usage import MAX_SEQUENCE, Usage
 
 IDENTITY_PREFIX: Final = b"identity:"
 USAGE_KEY: Final = b"usage"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,24 +73,19 @@ class BlockDB(Environment):
 
     def write(
         self, records: Sequence[NewRecord], identity: tuple[bytes, bytes], keep: Callable[[bytes, bytes], bool]
-    ) -> list[bytes | None]:
+    ) -> list[bool]:
         """Write records in one transaction, each replacing what lies under its key.
 
         identity: (id, canonical JSON), stored beside the first record. keep(key, header): whether what lies there
-        makes the new record unnecessary. Returns the new header's bytes for each record, None where it was kept.
+        makes the new record unnecessary. Returns for each record whether it was written, False where that was kept.
         Raises lmdb.MapFullError where the capacity is used up, lmdb.Error or OSError where writing failed; then
         nothing of this call is stored.
         """
-        try:
-            return self._write_all(records, identity, keep)
-        except lmdb.MapFullError:
-            if not self._reclaim():
-                raise
-        return self._write_all(records, identity, keep)
+        return self._with_room(lambda: self._write_all(records, identity, keep))
 
     def _write_all(
         self, records: Sequence[NewRecord], identity: tuple[bytes, bytes], keep: Callable[[bytes, bytes], bool]
-    ) -> list[bytes | None]:
+    ) -> list[bool]:
         with self._write() as txn:
             usage = self._usage(txn)
             if txn.get(IDENTITY_PREFIX + identity[0], db=self._meta) != identity[1]:
@@ -96,6 +93,15 @@ class BlockDB(Environment):
             written = [self._put(txn, record, usage, keep) for record in records]
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
         return written
+
+    def _with_room(self, work: Callable[[], T]) -> T:
+        """Do a transaction's work; where it finds no room, once more with the pages that may have become free."""
+        try:
+            return work()
+        except lmdb.MapFullError:
+            if not self._reclaim():
+                raise
+        return work()
 
     def _reclaim(self) -> bool:
         """Make pages that were freed usable: LMDB does so two transactions later, and one that finds no room does not
@@ -120,31 +126,26 @@ class BlockDB(Environment):
                 usage.last_sequence = max(usage.last_sequence, int.from_bytes(cursor.key()[:8], "big"))
         return usage
 
-    def _put(self, txn: Any, record: NewRecord, usage: Usage, keep: Callable[[bytes, bytes], bool]) -> bytes | None:
+    def _put(self, txn: Any, record: NewRecord, usage: Usage, keep: Callable[[bytes, bytes], bool]) -> bool:
         key = record.header.key
         old = txn.get(key, db=self._index)
         if old is not None and keep(key, old):
-            return None
+            return False
         now = time.time_ns() // 1000
         sequence = usage.next_sequence(now)
-        header = record.header.encode(sequence, now)
-        txn.put(key, header, db=self._index)
+        txn.put(key, record.header.encode(sequence, now), db=self._index)
         for number, chunk in enumerate((record.directory, *record.chunks)):
             chunk_at = chunk_key(sequence, number)
             if not txn.put(chunk_at, chunk, db=self._payload, append=True):
                 txn.put(chunk_at, chunk, db=self._payload)
         usage.add(record.header)
         if old is not None:
-            self._forget(txn, old, usage)
-        return header
+            header = parse_header(old)
+            usage.remove(header)
+            self._release(txn, header)
+        return True
 
-    def _forget(self, txn: Any, old: bytes, usage: Usage) -> None:
-        """Account for an index entry that is gone, and free its chunks."""
-        header = parse_header(old)
-        usage.remove(header if isinstance(header, Header) else None)
-        self._release(txn, header)
-
-    def _release(self, txn: Any, header: object) -> None:
+    def _release(self, txn: Any, header: Header | Rejection) -> None:
         """Free the chunks that a header names, unless a valid index entry does too. One that fails its hash frees
         nothing."""
         if not isinstance(header, Header):
@@ -166,18 +167,12 @@ class BlockDB(Environment):
         Raises lmdb.Error or OSError where writing failed otherwise.
         """
         try:
-            self._condemn_all(entries)
+            self._with_room(lambda: self._condemn_all(entries))
             return 0
         except lmdb.MapFullError:
-            if len(entries) > 1:
-                return sum(self.condemn([entry]) for entry in entries)
-            if not self._reclaim():
+            if len(entries) == 1:
                 return 1
-        try:
-            self._condemn_all(entries)
-            return 0
-        except lmdb.MapFullError:
-            return 1
+        return sum(self.condemn([entry]) for entry in entries)
 
     def _condemn_all(self, entries: Sequence[tuple[bytes, bytes, str]]) -> None:
         with self._write() as txn:
@@ -190,8 +185,7 @@ class BlockDB(Environment):
         if (txn.get(key, db=self._index) or b"")[: MAX_HEADER_BYTES + 1] != value:
             return
         txn.delete(key, db=self._index)
-        header = parse_header(value)
-        usage.remove(header if isinstance(header, Header) else None)
+        usage.remove(parse_header(value))
         for dropped in self.quarantine.add(txn, usage, key, value, kind):
             self._release(txn, parse_header(dropped))
 

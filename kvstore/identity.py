@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from kvstore.checksum import MASK64, MAX_KV_HEADS_PER_LAYER, PIECE_BYTES
 from kvstore.errors import ConfigError, IdentityError, UnsupportedCache
@@ -98,6 +99,14 @@ class CacheIdentity:
 
     def canonical_json(self) -> str:
         """The identity as JSON with sorted keys and no spaces: equal text means equal identity."""
+        return self._json
+
+    def digest(self) -> bytes:
+        """The identity id: 16 bytes of BLAKE2b over the canonical JSON."""
+        return self._digest
+
+    @cached_property
+    def _json(self) -> str:
         layers = [
             [layer.name, layer.type, layer.dtype, layer.kv_heads, layer.k_bytes, layer.v_bytes, layer.group]
             for layer in self.layers or ()
@@ -112,9 +121,9 @@ class CacheIdentity:
         }
         return json.dumps(text, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
-    def digest(self) -> bytes:
-        """The identity id: 16 bytes of BLAKE2b over the canonical JSON."""
-        return identity_digest(self.canonical_json().encode())
+    @cached_property
+    def _digest(self) -> bytes:
+        return identity_digest(self._json.encode())
 
 
 def identity_digest(canonical_json: bytes) -> bytes:

@@ -88,16 +88,14 @@ class Load:
 
     def _read(self, indices: Sequence[int]) -> list[Refusal]:
         """Scatter the intact records of one snapshot; returns those that deserve a second read."""
-        suspects: list[Refusal] = []
         try:
             with self.shard.db.read() as snapshot:
-                suspects += self._read_snapshot(snapshot, indices)
+                return self._read_snapshot(snapshot, indices)
         except lmdb.Error as error:
             left = [i for i in indices if not (i in self.landed or i in self.missing or i in self.rejected)]
             for index in left:
                 self._refuse(Refusal(index, b"", Rejection("io", f"LMDB: {error}")))
             return []
-        return suspects
 
     def _read_snapshot(self, snapshot: ReadView, indices: Sequence[int]) -> list[Refusal]:
         suspects: list[Refusal] = []
@@ -118,7 +116,7 @@ class Load:
 
     def _pending_limit(self) -> int:
         raw = self.view.plan.raw_length
-        if self.view.path.direct and self.view.plan.whole_slices:
+        if self.view.direct:
             return max(1, DIRECT_BYTES // raw)
         return self.shard.staging(raw).nbytes // raw
 
@@ -168,13 +166,12 @@ class Load:
 
     def _land(self, pending: list[Found]) -> list[Refusal]:
         """Scatter records to the engine's blocks; returns those that do not decode."""
-        direct = self.view.path.direct and self.view.plan.whole_slices
-        straight = [found for found in pending if direct and found.raw]
+        straight = [found for found in pending if self.view.direct and found.raw]
         if straight:
             addresses = np.stack([self._addresses(found) for found in straight])
             self.view.path.scatter_from(self.span.take([f.index for f in straight]), addresses)
             self.landed.update((f.index, (f.value, f.header)) for f in straight)
-        return [r for f in pending if not (direct and f.raw) for r in self._land_staged(f)]
+        return [r for f in pending if not (self.view.direct and f.raw) for r in self._land_staged(f)]
 
     def _addresses(self, found: Found) -> npt.NDArray[np.int64]:
         chunk_of, offset = self.view.plan.slice_places

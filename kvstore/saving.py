@@ -158,10 +158,10 @@ class Save:
         written = self.shard.db.write(
             list(records.values()), identity, lambda key, old: self._keeps(index_of[key], old)
         )
-        for index, value in zip(records, written, strict=True):
-            if value is not None:
+        for index, new in zip(records, written, strict=True):
+            if new:
                 self.shard.refused.discard(self.keys[index])
-        return {i: "present" if v is None else "stored" for i, v in zip(records, written, strict=True)}
+        return {i: "stored" if new else "present" for i, new in zip(records, written, strict=True)}
 
     def _why(self, records: dict[int, NewRecord]) -> str:
         """LMDB does not say that a disk is full; the file system does."""

@@ -187,6 +187,8 @@ class GroupView:
         self.path: HostPath = host_path(group)
         self.geometry = encode_geometry(group)
         self.plan: ChunkPlan = chunk_plan(group.slice_bytes)
+        self.direct = self.path.direct and self.plan.whole_slices
+        """Whether slices of a raw record can be copied from where LMDB maps them."""
         self.fingerprint = group_fingerprint(identity, group.number)
         self._prefix = record_key(identity.digest(), group.number, b"")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 import lmdb
 
@@ -36,14 +36,7 @@ from kvstore.span import as_hashes, check_hashes, check_span
 from kvstore.storefile import path_errors
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result", covariant=True)
-
-
-class Job(Protocol[Result]):
-    """A call of the store, its arguments checked."""
-
-    def run(self) -> Result:
-        """Do it, once."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +66,6 @@ class Match:
             return False
         header = parse_header(value, key)
         return not isinstance(header, Header) or self.view.misfit(header, position) is None
-
-
-@dataclass(frozen=True, eq=False)
-class Accounting:
-    """One look at the shard's figures."""
-
-    shard: Shard
-
-    def run(self) -> dict[str, int]:
-        """The figures, none where LMDB cannot read them."""
-        return self.shard.usage()
 
 
 class KVStore:
@@ -198,7 +180,7 @@ class KVStore:
         says. Raises InvalidBlockHash, LengthMismatch, InvalidBlockId, InvalidPosition, NoValidTokens, UnknownGroup,
         ReadOnlyStore, StoreClosed or StoreForked; then nothing was stored.
         """
-        return self._run(self._save(block_hashes, block_ids, start, num_tokens, group, parent))
+        return self._run(self._save(block_hashes, block_ids, start, num_tokens, group, parent).run)
 
     def get_blocks(
         self,
@@ -214,7 +196,7 @@ class KVStore:
         undefined. Slots past the last valid token are never written. A block that is rejected, also for a wrong
         `start`, is a miss from then on, until it is put again.
         """
-        return self._run(self._load(block_hashes, block_ids, start, num_tokens, group))
+        return self._run(self._load(block_hashes, block_ids, start, num_tokens, group).run)
 
     def match_prefix(self, block_hashes: Sequence[bytes] | Mapping[int, Sequence[bytes]], group: int = 0) -> int:
         """How many leading blocks of a request are here. No side effects; a later get may still refuse one, or miss one
@@ -227,7 +209,7 @@ class KVStore:
         if isinstance(block_hashes, Mapping):
             return min((self.match_prefix(hashes, number) for number, hashes in block_hashes.items()), default=0)
         view = self._view(group)
-        return self._run(Match(self._shard, view, view.keys(as_hashes(block_hashes))))
+        return self._run(Match(self._shard, view, view.keys(as_hashes(block_hashes))).run)
 
     def touch(self, block_hashes: Sequence[bytes], group: int = 0) -> None:
         """A request came that wants these blocks. Counted; nothing is written.
@@ -249,7 +231,8 @@ class KVStore:
     ) -> Future[PutResult]:
         """`put_blocks` in a thread of the store: arguments are checked and copied now, and exceptions raised; the engine's
         blocks must not change until the future is done."""
-        return self._shard.submit(self._run, self._save(block_hashes, block_ids, start, num_tokens, group, parent))
+        job = self._save(block_hashes, block_ids, start, num_tokens, group, parent)
+        return self._shard.submit(self._run, job.run)
 
     def submit_get_blocks(
         self,
@@ -261,7 +244,8 @@ class KVStore:
     ) -> Future[GetResult]:
         """`get_blocks` in a thread of the store: arguments are checked and copied now, and exceptions raised; the engine's
         blocks must not be used until the future is done."""
-        return self._shard.submit(self._run, self._load(block_hashes, block_ids, start, num_tokens, group))
+        job = self._load(block_hashes, block_ids, start, num_tokens, group)
+        return self._shard.submit(self._run, job.run)
 
     def _save(
         self,
@@ -292,12 +276,12 @@ class KVStore:
         hashes = check_hashes(block_hashes, len(span))
         return Load(self._shard, view, view.keys(hashes), hashes, span)
 
-    def _run(self, job: Job[Result]) -> Result:
-        """Do a put or a get. A method, so that this object, and with it the cache's memory, outlives the job."""
+    def _run(self, work: Callable[[], T]) -> T:
+        """Do one call's work. A method, so that this object, and with it the cache's memory, outlives the work."""
         db, token = self._shard.db, object()
         try:
             db.enter(token)
-            return job.run()
+            return work()
         finally:
             db.calls.discard(token)
 
@@ -305,7 +289,7 @@ class KVStore:
         """Counters of this store object (put_*, get_*) and figures of the shard (records, bytes, quarantine)."""
         own = {"refused_keys": len(self._shard.refused), "emptied_at_open": int(self._shard.db.emptied)}
         zeros = dict.fromkeys(("put_stored", "put_present", "put_bytes", "get_verified", "get_missing", "get_bytes"), 0)
-        return zeros | own | self._run(Accounting(self._shard)) | self._shard.counters.figures()
+        return zeros | own | self._run(self._shard.usage) | self._shard.counters.figures()
 
     def close(self) -> None:
         """Finish submitted calls, wait for all others, sync and give the shard up. Twice is allowed.

@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Final
 
 from kvstore.record import Header
+from kvstore.results import Rejection
 
 FORM: Final = struct.Struct("<5Q")
 MAX_SEQUENCE: Final = 2**62
@@ -45,9 +46,9 @@ class Usage:
         self.raw_bytes += header.raw_length
         self.stored_bytes += header.stored_length
 
-    def remove(self, header: Header | None) -> None:
+    def remove(self, header: Header | Rejection) -> None:
         """Count a record no more; an unreadable header's bytes are unknown and stay counted."""
-        if header is not None:
+        if isinstance(header, Header):
             self.raw_bytes -= header.raw_length
             self.stored_bytes -= header.stored_length
 

@@ -52,18 +52,24 @@ def path(store: KVStore) -> HostPath:
 # 1. Failed stores stay visible.
 
 
+def third_fails(call: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    """The call, whose third time raises."""
+    calls = iter(range(99))
+
+    def third(*arguments: Any) -> Any:
+        if next(calls) == 2:
+            raise error
+        return call(*arguments)
+
+    return third
+
+
 def test_1_a_put_that_fails_is_absent_and_the_others_stand(
     tmp_path: Path, cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(tmp_path, cache, replace(SMALL, batch_bytes=1)) as store:
-        write, calls = store._shard.db.write, iter(range(99))
-
-        def fail_third(*arguments: Any) -> Any:
-            if next(calls) == 2:
-                raise lmdb.DiskError("mdb_txn_commit: No space left on device")
-            return write(*arguments)
-
-        monkeypatch.setattr(store._shard.db, "write", fail_third)
+        no_space = lmdb.DiskError("mdb_txn_commit: No space left on device")
+        monkeypatch.setattr(store._shard.db, "write", third_fails(store._shard.db.write, no_space))
         put = store.put_blocks(HASHES, range(6))
         assert put.failed == {2: "io_error"}
         assert put.stored.tolist() == [True, True, False, True, True, True]
@@ -78,14 +84,8 @@ def test_1_a_put_that_fails_is_absent_and_the_others_stand(
 def test_1_a_transaction_that_fails_halfway_leaves_nothing_of_it(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, calls = store._shard.db._put, iter(range(99))
-
-    def fail_third(*arguments: Any) -> Any:
-        if next(calls) == 2:
-            raise lmdb.Error("mdb_put: Input/output error")
-        return put(*arguments)
-
-    monkeypatch.setattr(store._shard.db, "_put", fail_third)
+    broken = lmdb.Error("mdb_put: Input/output error")
+    monkeypatch.setattr(store._shard.db, "_put", third_fails(store._shard.db._put, broken))
     assert set(store.put_blocks(HASHES, range(6)).failed.values()) == {"io_error"}
     monkeypatch.undo()
     assert store.match_prefix(HASHES) == 0
