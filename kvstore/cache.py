@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from kvstore.checksum import MAX_KV_HEADS_PER_LAYER, UInt64Array, slice_factors
-from kvstore.errors import InvalidCache, UnknownGroup, UnsupportedCache
+from kvstore.errors import InvalidCache, UnknownGroup, UnsupportedCache, UnsupportedDevice
 from kvstore.identity import LAYER_TYPES, LayerSpec, layer_number
 from kvstore.layout import LayerPlanes, LayerTensors, Plane, check_layout, take_apart
 
+CPU = torch.device("cpu")
 MAX_GROUP = 2**16 - 1
 
 
@@ -77,6 +78,7 @@ class CacheGroup:
     layers: tuple[LayerCache, ...]
     block_size: int
     num_blocks: int
+    device: torch.device = CPU
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
@@ -119,12 +121,14 @@ class PagedKVCache:
     """An engine's paged KV cache: for each group its layers' tensors, blocks and heads.
 
     The caller owns the tensors, which this object keeps alive; their memory must stay where it is for as long as
-    the object is used. kvstore reads and writes that memory without synchronising with the caller's threads.
+    the object is used. kvstore reads and writes that memory without synchronising with the caller's threads; on a device
+    it waits for what the calling thread's current stream has been given before the call, and for nothing else.
     Immutable, so any thread may use it, also after a fork.
     """
 
     groups: Mapping[int, CacheGroup]
     tensors: Mapping[str, LayerTensors] = field(repr=False)
+    layout: str
 
     @classmethod
     def from_tensors(
@@ -163,7 +167,8 @@ class PagedKVCache:
         planes = {name: take_apart(name, tensors[name], layout, values.get(name)) for name in tensors}
         layers = {name: _layer(name, planes[name], heads.get(name, 0), types.get(name, "full")) for name in tensors}
         made = {number: _group(number, [layers[n] for n in members], planes) for number, members in names.items()}
-        return cls(made, {n: t if isinstance(t, torch.Tensor) else (t[0], t[1]) for n, t in tensors.items()})
+        kept = {n: t if isinstance(t, torch.Tensor) else (t[0], t[1]) for n, t in tensors.items()}
+        return cls(made, kept, layout)
 
     def group(self, number: int) -> CacheGroup:
         """The group of that number; raises UnknownGroup."""
@@ -240,7 +245,12 @@ def _group(number: int, members: list[LayerCache], planes: Mapping[str, LayerPla
                 f"group {number}: {layer.name} has {own.blocks} blocks of {own.tokens} tokens, {layers[0].name} has "
                 f"{first.blocks} of {first.tokens}: layers of a group share their block ids, so both must be equal"
             )
-    made = CacheGroup(number, tuple(layers), first.tokens, first.blocks)
+        if own.device != first.device:
+            raise UnsupportedDevice(
+                f"group {number}: {layer.name} is on {own.device}, {layers[0].name} on {first.device}: a group lies on one "
+                "device; put the layers of each device into a group of their own"
+            )
+    made = CacheGroup(number, tuple(layers), first.tokens, first.blocks, first.device)
     if shared := shared_memory(made):
         raise UnsupportedCache(
             f"group {number}: {shared[0]} and {shared[1]} share memory: each needs bytes of its own in every block; name a "

@@ -119,3 +119,11 @@ class StoreForked(KVStoreError):
 
 class ReadOnlyStore(KVStoreError):
     """The store was opened with mode="r"."""
+
+
+class GraphCapture(KVStoreError):
+    """A call of the store would become a part of the graph that the engine is capturing."""
+
+
+class StagingMemoryError(KVStoreError):
+    """There is no room for the memory in which blocks of a device are staged."""

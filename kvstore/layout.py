@@ -39,7 +39,7 @@ Sizes = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Plane:
-    """Where K or V of one layer lies: byte address of block 0, head 0, token 0, and byte strides.
+    """Where K or V of one layer lies, on the CPU or a device: byte address of block 0, head 0, token 0, and byte strides.
 
     channels elements of itemsize bytes make one head's part of a cell; channels is 0 where a layer has no V.
     """
@@ -128,6 +128,7 @@ class LayerPlanes:
     k: Plane
     v: Plane
     dtype: str
+    device: torch.device
 
 
 def check_layout(word: object) -> str:
@@ -165,11 +166,11 @@ def _one_tensor(name: str, tensors: LayerTensors, layout: str) -> torch.Tensor:
 
 
 def check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
-    """Raise unless the tensor is dense memory of a known dtype on the CPU with one axis for each of the layout's."""
-    if tensor.device.type != "cpu":
+    """Raise unless the tensor is dense memory of a known dtype with one axis for each of the layout's."""
+    if tensor.device.type == "meta":
         raise UnsupportedDevice(
-            f"layer {name}: its tensor is on {tensor.device}: this version of kvstore serves caches in CPU memory; "
-            "allocate the cache with device='cpu'"
+            f"layer {name}: its tensor is on the device 'meta', which has no memory: pass the tensors that "
+            "the engine allocated"
         )
     if tensor.dtype not in DTYPES:
         raise UnsupportedDtype(f"layer {name}: dtype {tensor.dtype}: expected one of {', '.join(DTYPES.values())}")
@@ -223,7 +224,7 @@ def _packed(name: str, tensor: torch.Tensor, layout: str, value_channels: int | 
         raise InvalidShape(f"layer {name}: value_channels is {value_channels!r}: expected 0 to {channels - 1}")
     k_channels = channels - value_channels
     planes = _plane(tensor, layout, 0, k_channels), _plane(tensor, layout, k_channels, value_channels)
-    return _checked(name, size, *planes, DTYPES[tensor.dtype])
+    return _checked(name, size, *planes, tensor)
 
 
 def _pair(name: str, tensors: LayerTensors, layout: str) -> LayerPlanes:
@@ -238,6 +239,8 @@ def _pair(name: str, tensors: LayerTensors, layout: str) -> LayerPlanes:
     k, v = tensors
     for tensor in (k, v):
         check_tensor(name, tensor, layout)
+    if k.device != v.device:
+        raise UnsupportedDevice(f"layer {name}: K is on {k.device}, V on {v.device}: expected both on one device")
     size, v_size = (dict(zip(layout, t.shape, strict=True)) for t in (k, v))
     if k.dtype != v.dtype or any(size[axis] != v_size[axis] for axis in layout if axis != "D"):
         raise InvalidShape(
@@ -245,10 +248,11 @@ def _pair(name: str, tensors: LayerTensors, layout: str) -> LayerPlanes:
             "shapes that differ in the channels at most"
         )
     planes = _plane(k, layout, 0, size["D"]), _plane(v, layout, 0, v_size["D"])
-    return _checked(name, size, *planes, DTYPES[k.dtype])
+    return _checked(name, size, *planes, k)
 
 
-def _checked(name: str, size: dict[str, int], k: Plane, v: Plane, dtype: str) -> LayerPlanes:
+def _checked(name: str, size: dict[str, int], k: Plane, v: Plane, tensor: torch.Tensor) -> LayerPlanes:
+    dtype = DTYPES[tensor.dtype]
     for letter, plane in (("K", k), ("V", v)):
         if plane.nbytes % PIECE_BYTES:
             raise UnsupportedCache(
@@ -259,4 +263,4 @@ def _checked(name: str, size: dict[str, int], k: Plane, v: Plane, dtype: str) ->
             raise UnsupportedCache(
                 f"layer {name}: {letter} has {plane.nbytes} bytes a token and head: at most 2**32 - 8"
             )
-    return LayerPlanes(size["B"], size.get("H", 1), size["N"], k, v, dtype)
+    return LayerPlanes(size["B"], size.get("H", 1), size["N"], k, v, dtype, tensor.device)

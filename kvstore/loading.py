@@ -16,8 +16,10 @@ from kvstore.checksum import UInt64Array, weighted_sums
 from kvstore.codec import CODECS
 from kvstore.record import Directory, Header, check_chunk, parse_directory, parse_header
 from kvstore.results import GetResult, Rejection
+from kvstore.route import Transfer
 from kvstore.shard import GroupView, Shard
 from kvstore.span import Span
+from kvstore.staging import StagingPool
 
 log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
@@ -64,6 +66,7 @@ class Load:
 
     shard: Shard
     view: GroupView
+    transfer: Transfer
     keys: list[bytes]
     hashes: list[bytes]
     span: Span
@@ -74,17 +77,24 @@ class Load:
 
     def run(self) -> GetResult:
         """Load, then verify; everything that is not verified is missing or rejected."""
-        step = max(1, self.shard.config.read_batch_bytes // self.view.plan.raw_length)
-        for start in range(0, len(self.span), step):
-            for refusal in self._read(range(start, min(start + step, len(self.span)))):
-                self._read_again(refusal)
         verified = np.zeros(len(self.span), bool)
-        verified[self._verify()] = True
+        try:
+            self._read_all()
+            verified[self._verify()] = True
+        finally:
+            if self.transfer.pending:
+                self.transfer.finish()
         self._quarantine()
         missing = np.zeros(len(self.span), bool)
         missing[sorted(self.missing)] = True
         self._count(verified)
         return GetResult(verified, missing, dict(sorted(self.rejected.items())))
+
+    def _read_all(self) -> None:
+        step = max(1, self.shard.config.read_batch_bytes // self.view.plan.raw_length)
+        for start in range(0, len(self.span), step):
+            for refusal in self._read(range(start, min(start + step, len(self.span)))):
+                self._read_again(refusal)
 
     def _read(self, indices: Sequence[int]) -> list[Refusal]:
         """Scatter the intact records of one snapshot; returns those that deserve a second read."""
@@ -115,10 +125,11 @@ class Load:
         return suspects + self._land(pending)
 
     def _pending_limit(self) -> int:
-        raw = self.view.plan.raw_length
-        if self.view.direct:
-            return max(1, DIRECT_BYTES // raw)
-        return self.shard.staging(raw).nbytes // raw
+        room = self._pool().nbytes
+        return max(1, (min(room, DIRECT_BYTES) if self.view.direct else room) // self.view.plan.raw_length)
+
+    def _pool(self) -> StagingPool:
+        return self.shard.staging(self.view, "get")
 
     def _find(self, snapshot: ReadView, index: int) -> Found | Refusal | None:
         """The record for block `index`, checked up to its storage hashes; None, and noted as missing, where none
@@ -169,26 +180,33 @@ class Load:
         straight = [found for found in pending if self.view.direct and found.raw]
         if straight:
             addresses = np.stack([self._addresses(found) for found in straight])
-            self.view.path.scatter_from(self.span.take([f.index for f in straight]), addresses)
+            self.transfer.scatter_from(self.span.take([f.index for f in straight]), addresses)
             self.landed.update((f.index, (f.value, f.header)) for f in straight)
-        return [r for f in pending if not (self.view.direct and f.raw) for r in self._land_staged(f)]
+        staged = [found for found in pending if not (self.view.direct and found.raw)]
+        return self._land_staged(staged) if staged else []
 
     def _addresses(self, found: Found) -> npt.NDArray[np.int64]:
         chunk_of, offset = self.view.plan.slice_places
         starts = [np.frombuffer(c, np.uint8).__array_interface__["data"][0] for c in found.chunks]
         return np.asarray(np.array(starts, np.int64)[chunk_of] + offset, np.int64)
 
-    def _land_staged(self, found: Found) -> list[Refusal]:
-        pool, borrower = self.shard.staging(self.view.plan.raw_length), object()
+    def _land_staged(self, pending: list[Found]) -> list[Refusal]:
+        """Decode records into one buffer, and scatter those that decode."""
+        suspects, good = list[Refusal](), list[Found]()
+        pool, borrower = self._pool(), object()
         try:
-            block = pool.borrow(borrower)[: self.view.plan.raw_length]
-            if wrong := self._decode(found, block):
-                return [Refusal(found.index, found.value, wrong)]
-            self.view.path.scatter(self.span.take([found.index]), block[None])
+            staged = self.view.route.stage(pool.borrow(borrower), len(pending))
+            for found in pending:
+                if wrong := self._decode(found, staged.bytes[len(good)]):
+                    suspects.append(Refusal(found.index, found.value, wrong))
+                else:
+                    good.append(found)
+            if good:
+                self.transfer.scatter(self.span.take([found.index for found in good]), staged)
         finally:
             pool.borrowed.pop(borrower, None)
-        self.landed[found.index] = (found.value, found.header)
-        return []
+        self.landed.update((found.index, (found.value, found.header)) for found in good)
+        return suspects
 
     def _decode(self, found: Found, block: Bytes) -> Rejection | None:
         """Fill a block's raw bytes from its chunks."""
@@ -207,7 +225,7 @@ class Load:
             with self.shard.db.read() as snapshot:
                 found = self._find(snapshot, index)
                 if isinstance(found, Found):
-                    again = self._land_staged(found)
+                    again = self._land_staged([found])
                     found = again[0] if again else None
                     self.shard.counters.add("get_transient", not again)
         except lmdb.Error as error:
@@ -245,11 +263,11 @@ class Load:
         indices = sorted(self.landed)
         if not indices:
             return []
-        sums = self.view.path.checksum(self.span.take(indices))
+        sums = self.transfer.block_checksums(self.span.take(indices), self._pool())
         expected = self._expected(indices)
-        good = weighted_sums(sums, self.view.group.factors) == expected
+        good = sums == expected
         for row in np.flatnonzero(~good):
-            self._judge(indices[row], sums[row], int(expected[row]))
+            self._judge(indices[row], int(expected[row]))
         return [index for index, match in zip(indices, good, strict=True) if match]
 
     def _expected(self, indices: list[int]) -> UInt64Array:
@@ -257,7 +275,7 @@ class Load:
         stored = np.array([self.landed[i][1].tagged_checksum for i in indices], np.uint64)
         return stored ^ self.view.tags([self.hashes[i] for i in indices])
 
-    def _judge(self, index: int, sums: UInt64Array, expected: int) -> None:
+    def _judge(self, index: int, expected: int) -> None:
         """Tell a bad record from a bad way: read again into staging and sum that."""
         value = self.landed[index][0]
         detail, condemned = "replaced by another record meanwhile", False
@@ -265,29 +283,36 @@ class Load:
             with self.shard.db.read() as snapshot:
                 found = self._find(snapshot, index)
                 if isinstance(found, Found) and found.value == value:
-                    detail, condemned = self._compare(found, sums, expected)
+                    detail, condemned = self._compare(found, expected)
         except lmdb.Error as error:
             detail = f"LMDB: {error}"
         self.missing.discard(index)
         self._refuse(Refusal(index, value, Rejection("content", detail, condemned)))
 
-    def _compare(self, found: Found, sums: UInt64Array, expected: int) -> tuple[str, bool]:
+    def _compare(self, found: Found, expected: int) -> tuple[str, bool]:
         """What is wrong with a block whose bytes in the engine's cache do not sum to `expected`."""
-        pool, borrower = self.shard.staging(self.view.plan.raw_length), object()
+        pool, borrower, span = self._pool(), object(), self.span.take([found.index])
         try:
-            block = pool.borrow(borrower)[: self.view.plan.raw_length]
-            if wrong := self._decode(found, block):
+            rows = self.view.route.stage(pool.borrow(borrower), 1).bytes
+            if wrong := self._decode(found, rows[0]):
                 return wrong.detail, True
-            staged = self.view.path.staging_checksum(self.span.take([found.index]), block[None])
+            staged = self.view.route.staging_checksum(span, rows)
         finally:
             pool.borrowed.pop(borrower, None)
         total = int(weighted_sums(staged, self.view.group.factors)[0])
         if total != expected:
             return f"the record's bytes sum to {total:016x}, its header says {expected:016x}", True
-        astray = np.flatnonzero(staged[0] != sums)
-        first = self.view.group.slices[int(astray[0])] if astray.size else None
-        where = f", the first layer {first.layer} head {first.head}" if first else ""
-        return f"the record is intact; {astray.size} slices went astray on the way to the engine's blocks{where}", False
+        astray = np.flatnonzero(staged[0] != self.transfer.checksum(span)[0])
+        if not astray.size:
+            return (
+                "the record is intact, and so are the engine's blocks by now: they changed while they were checked",
+                False,
+            )
+        first = self.view.group.slices[int(astray[0])]
+        return (
+            f"the record is intact; {astray.size} slices went astray on the way to the engine's blocks, the first layer "
+            f"{first.layer} head {first.head}"
+        ), False
 
     def _count(self, verified: npt.NDArray[np.bool_]) -> None:
         self.shard.counters.add("get_verified", int(verified.sum()))

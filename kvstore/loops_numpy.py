@@ -28,13 +28,38 @@ def plane_view(plane: Plane, blocks: int, heads: int, tokens: int) -> Bytes:
     return np.ndarray(shape, np.uint8, memory, 0, strides)
 
 
-class NumpyLoops:
-    """Checksum, gather and scatter over one group, by numpy. Stateless after construction: any thread may call it.
-
-    It does not keep the group alive, which keeps it (kvstore.transfer.host_path)."""
+class NumpyStaging:
+    """Checksums of staged blocks by numpy. Stateless after construction: any thread may call it."""
 
     def __init__(self, group: CacheGroup) -> None:
         self._slices, self._offsets, self._block_size = group.slices, group.offsets, group.block_size
+
+    def staging_checksum(self, staging: Bytes, first_tokens: Ints, valid: Ints) -> UInt64Array:
+        """s of each slice of staged blocks, (blocks, block bytes) in canonical order: (blocks, slices) uint64."""
+        out = np.empty((staging.shape[0], len(self._slices)), np.uint64)
+        for index, chosen, tokens in self._runs(valid):
+            out[chosen, index] = _sums(self._staged(staging, index)[chosen, :tokens], first_tokens[chosen])
+        return out
+
+    def _runs(self, valid: Ints) -> Iterator[tuple[int, Ints, int]]:
+        """(slice, indices of blocks, their valid tokens): blocks of equal valid tokens are one numpy call."""
+        for tokens in np.unique(valid):
+            chosen = np.flatnonzero(valid == tokens)
+            for index in range(len(self._slices)):
+                yield index, chosen, int(tokens)
+
+    def _staged(self, staging: Bytes, index: int) -> Bytes:
+        start, end = self._offsets[index : index + 2]
+        return staging[:, start:end].reshape(staging.shape[0], self._block_size, -1)
+
+
+class NumpyLoops(NumpyStaging):
+    """Checksum, gather and scatter over one group, by numpy. Stateless after construction: any thread may call it.
+
+    It does not keep the group alive, which keeps it (kvstore.hostpath.host_path)."""
+
+    def __init__(self, group: CacheGroup) -> None:
+        super().__init__(group)
         self._planes = [
             [plane_view(p, group.num_blocks, layer.heads, group.block_size) for p in layer.planes]
             for layer in group.layers
@@ -45,13 +70,6 @@ class NumpyLoops:
         out = np.empty((block_ids.size, len(self._slices)), np.uint64)
         for index, chosen, tokens in self._runs(valid):
             out[chosen, index] = _sums(self._cells(index, block_ids[chosen], tokens), first_tokens[chosen])
-        return out
-
-    def staging_checksum(self, staging: Bytes, first_tokens: Ints, valid: Ints) -> UInt64Array:
-        """s of each slice of staged blocks, (blocks, block bytes) in canonical order: (blocks, slices) uint64."""
-        out = np.empty((staging.shape[0], len(self._slices)), np.uint64)
-        for index, chosen, tokens in self._runs(valid):
-            out[chosen, index] = _sums(self._staged(staging, index)[chosen, :tokens], first_tokens[chosen])
         return out
 
     def gather(self, block_ids: Ints, valid: Ints, staging: Bytes) -> None:
@@ -71,17 +89,6 @@ class NumpyLoops:
                 value = cells[..., at : at + size].reshape(cells.shape[:2] + plane.shape[3:])
                 plane[block_ids[chosen], part.local_head, :tokens] = value
                 at += size
-
-    def _runs(self, valid: Ints) -> Iterator[tuple[int, Ints, int]]:
-        """(slice, indices of blocks, their valid tokens): blocks of equal valid tokens are one numpy call."""
-        for tokens in np.unique(valid):
-            chosen = np.flatnonzero(valid == tokens)
-            for index in range(len(self._slices)):
-                yield index, chosen, int(tokens)
-
-    def _staged(self, staging: Bytes, index: int) -> Bytes:
-        start, end = self._offsets[index : index + 2]
-        return staging[:, start:end].reshape(staging.shape[0], self._block_size, -1)
 
     def _cells(self, index: int, block_ids: Ints, tokens: int) -> Bytes:
         part = self._slices[index]

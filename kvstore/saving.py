@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from dataclasses import dataclass
-from typing import Final
 
 import lmdb
 import numpy as np
@@ -17,15 +17,24 @@ from kvstore.checksum import UInt64Array, weighted_sums
 from kvstore.codec import CODECS
 from kvstore.record import Directory, Header, parse_header
 from kvstore.results import PutResult
+from kvstore.route import Gathered, Staged, Transfer
 from kvstore.shard import GroupView, Shard
 from kvstore.span import Span
+from kvstore.staging import STAGING_BUFFERS, Buffer, StagingPool
 
 log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
-CACHED_BYTES: Final = 2 * 2**20
-"""Block bytes that are gathered, summed and hashed before the next ones, so that a core's cache serves the passes. The
-numpy path takes a transaction's blocks at once: it has fewer, longer calls then."""
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """One transaction's blocks, by their indices in the call, on their way to a buffer."""
+
+    indices: npt.NDArray[np.int64]
+    span: Span
+    buffer: Buffer
+    staged: Staged
+    gathered: Gathered
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +47,7 @@ class Save:
 
     shard: Shard
     view: GroupView
+    transfer: Transfer
     keys: list[bytes]
     hashes: list[bytes]
     span: Span
@@ -45,23 +55,18 @@ class Save:
 
     def run(self) -> PutResult:
         """Store what is not present, in transactions of bounded size."""
-        count = len(self.span)
-        stored, present, failed = np.zeros(count, bool), self._present(), dict[int, str]()
-        todo = np.flatnonzero(~present)
-        pool, borrower = self.shard.staging(self.view.plan.raw_length), object()
-        step = pool.nbytes // self.view.plan.raw_length
-        for start in range(0, todo.size, step):
-            try:
-                outcomes = self._save(todo[start : start + step], pool.borrow(borrower))
-            finally:
-                pool.borrowed.pop(borrower, None)
-            for index, outcome in outcomes.items():
-                stored[index], present[index] = outcome == "stored", outcome == "present"
-                if outcome not in ("stored", "present"):
-                    failed[index] = outcome
-            if set(outcomes.values()) == {"store_full"}:
-                failed |= dict.fromkeys(todo[start + step :].tolist(), "store_full")
-                break
+        count, present = len(self.span), self._present()
+        outcomes = dict.fromkeys(np.flatnonzero(present).tolist(), "present")
+        pool, borrower = self.shard.staging(self.view, "put"), object()
+        try:
+            self._save(np.flatnonzero(~present), pool, borrower, outcomes)
+        finally:
+            if self.transfer.pending:
+                self.transfer.finish()
+            pool.borrowed.pop(borrower, None)
+        stored = np.array([outcomes[i] == "stored" for i in range(count)], bool)
+        present = np.array([outcomes[i] == "present" for i in range(count)], bool)
+        failed = {i: outcomes[i] for i in range(count) if not (stored[i] or present[i])}
         self._count(stored, present, failed)
         return PutResult(stored, present, failed)
 
@@ -86,28 +91,51 @@ class Save:
             and self.view.misfit(header, self.span.start + index) is None
         )
 
-    def _save(self, indices: npt.NDArray[np.int64], buffer: Bytes) -> dict[int, str]:
-        """Store one transaction's blocks: {index: "stored", "present" or the reason of a failure}."""
-        raw, outcomes, records = self.view.plan.raw_length, dict[int, str](), dict[int, NewRecord]()
-        staging = buffer[: indices.size * raw].reshape(indices.size, raw)
-        step = max(1, CACHED_BYTES // raw) if self.view.path.direct else indices.size
-        for start in range(0, indices.size, step):
-            part = indices[start : start + step]
-            made = self._stage(part, staging[start : start + step])
-            outcomes |= {int(i): "source_changed" for i in part if int(i) not in made}
-            records |= made
-        return outcomes | self._write(records)
+    def _save(self, todo: npt.NDArray[np.int64], pool: StagingPool, borrower: object, outcomes: dict[int, str]) -> None:
+        """Store blocks, a transaction at a time, the next one's being gathered meanwhile where the transfer can do that
+        and a buffer is free. Nothing is tried any more once a whole transaction found the store full."""
+        step, waiting = pool.nbytes // self.view.plan.raw_length, deque[Started]()
+        batches = deque(todo[first : first + step] for first in range(0, todo.size, step))
+        outcomes |= dict.fromkeys(todo.tolist(), "store_full")
+        while batches or waiting:
+            buffer = None
+            if batches and not waiting:
+                buffer = pool.borrow(borrower)
+            elif batches and self.transfer.ahead and len(waiting) < STAGING_BUFFERS:
+                buffer = pool.try_borrow(borrower)
+            if buffer is not None:
+                waiting.append(self._start(batches.popleft(), buffer))
+                continue
+            started = waiting.popleft()
+            found = self._finish(started)
+            pool.give_back(borrower, started.buffer)
+            outcomes |= found
+            if set(found.values()) == {"store_full"}:
+                return
 
-    def _stage(self, indices: npt.NDArray[np.int64], staging: Bytes) -> dict[int, NewRecord]:
-        """Gather blocks and make their records; left out are those whose staged bytes do not sum to their source's."""
-        span = self.span.take(indices)
-        sums = self.view.path.checksum(span)
-        self.view.path.gather(span, staging)
-        agree = (sums == self.view.path.staging_checksum(span, staging)).all(axis=1)
+    def _start(self, indices: npt.NDArray[np.int64], buffer: Buffer) -> Started:
+        span, staged = self.span.take(indices), self.view.route.stage(buffer, indices.size)
+        return Started(indices, span, buffer, staged, self.transfer.gather(span, staged))
+
+    def _finish(self, started: Started) -> dict[int, str]:
+        """Store one transaction's blocks: {index: "stored", "present" or the reason of a failure}."""
+        count, records = started.indices.size, dict[int, NewRecord]()
+        part_bytes = self.view.route.part_bytes
+        step = count if part_bytes is None else max(1, part_bytes // self.view.plan.raw_length)
+        for first in range(0, count, step):
+            records |= self._stage(started, first, min(first + step, count))
+        return dict.fromkeys(started.indices.tolist(), "source_changed") | self._write(records)
+
+    def _stage(self, started: Started, first: int, end: int) -> dict[int, NewRecord]:
+        """Records of the staged blocks first to end - 1; left out are those whose bytes do not sum to their source's."""
+        sums = started.gathered.take(first, end)
+        span, staging = started.span.take(np.arange(first, end)), started.staged.bytes[first:end]
+        agree = (sums == self.view.route.staging_checksum(span, staging)).all(axis=1)
+        indices = started.indices[first:end].tolist()
         tags = self.view.tags([self.hashes[i] for i in indices])
         tagged = (weighted_sums(sums, self.view.group.factors) ^ tags).tolist()
         rows = np.flatnonzero(agree).tolist()
-        return {int(indices[r]): self._record(int(indices[r]), staging[r], sums[r], tagged[r]) for r in rows}
+        return {indices[r]: self._record(indices[r], staging[r], sums[r], tagged[r]) for r in rows}
 
     def _record(self, index: int, raw: Bytes, sums: UInt64Array, tagged: int) -> NewRecord:
         plan, codec = self.view.plan, self.shard.codec

@@ -1,23 +1,20 @@
-"""What the loads and saves of one open shard share: database, counters, refused keys, staging memory."""
+"""What the loads and saves of one open shard share: database, counters, refused keys, pools of staging memory."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeVar
 
 import lmdb
-import numpy as np
-import numpy.typing as npt
 
 from kvstore.blockdb import BlockDB
-from kvstore.cache import CacheGroup
+from kvstore.cache import CacheGroup, PagedKVCache
 from kvstore.checksum import UInt64Array, block_checksum_tags
 from kvstore.codec import Codec
 from kvstore.config import StoreConfig
@@ -26,13 +23,11 @@ from kvstore.geometry import ChunkPlan, chunk_plan, describe, encode_geometry
 from kvstore.identity import CacheIdentity, group_fingerprint
 from kvstore.record import SEQUENCE_FIELD, Header, record_key
 from kvstore.results import Rejection
-from kvstore.transfer import HostPath, host_path
+from kvstore.staging import StagingPool
+from kvstore.transfer import route_of
 
 log = logging.getLogger(__name__)
 MAX_REFUSED: Final = 2**16
-STAGING_BUFFERS: Final = 2
-POLL_SECONDS: Final = 0.001
-Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 
@@ -86,33 +81,6 @@ class Refused:
         return len(self._sequences)
 
 
-class StagingPool:
-    """STAGING_BUFFERS buffers of one size, made when first needed and kept. Any thread may borrow.
-
-    A signal may raise between any two steps of Python, so a borrower writes `try: buffer = pool.borrow(borrower) ...
-    finally: pool.borrowed.pop(borrower, None)`: giving back is one step (see Environment.enter).
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.borrowed: dict[object, int] = {}
-        self._lock = threading.Lock()
-        self._buffers: list[Bytes | None] = [None] * STAGING_BUFFERS
-
-    def borrow(self, borrower: object) -> Bytes:
-        """A buffer of nbytes; waits while all are borrowed."""
-        while True:
-            with self._lock:
-                taken = set(self.borrowed.values())
-                for number, buffer in enumerate(self._buffers):
-                    if number not in taken:
-                        self.borrowed[borrower] = number
-                        if buffer is None:
-                            buffer = self._buffers[number] = np.empty(self.nbytes, np.uint8)
-                        return buffer
-            time.sleep(POLL_SECONDS)
-
-
 @dataclass(eq=False)
 class Shard:
     """One open shard, shared by every KVStore that is attached to it."""
@@ -123,7 +91,7 @@ class Shard:
     codec: Codec
     counters: Counters = field(default_factory=Counters)
     refused: Refused = field(default_factory=Refused)
-    _pools: dict[int, StagingPool] = field(default_factory=dict)
+    _pools: dict[Hashable, StagingPool] = field(default_factory=dict)
     _executor: ThreadPoolExecutor | None = None
     _workers: set[threading.Thread] = field(default_factory=set)
     _executor_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -169,11 +137,12 @@ class Shard:
             log.exception("%s: the accounting cannot be read", self.db.folder)
             return {}
 
-    def staging(self, block_bytes: int) -> StagingPool:
-        """The pool whose buffers hold one transaction's blocks, or one block where that is more."""
-        nbytes = max(self.config.write_batch_bytes, block_bytes)
-        pool = self._pools.get(nbytes)
-        return pool if pool is not None else self._pools.setdefault(nbytes, StagingPool(nbytes))
+    def staging(self, view: GroupView, purpose: str) -> StagingPool:
+        """The pool of puts or of gets whose buffers hold one transaction's blocks, or one block where that is more."""
+        nbytes = max(self.config.write_batch_bytes, view.plan.raw_length)
+        key = (purpose, view.route.buffer_key, nbytes)
+        pool = self._pools.get(key)
+        return pool if pool is not None else self._pools.setdefault(key, StagingPool(nbytes, view.route.new_buffer))
 
 
 class GroupView:
@@ -182,15 +151,15 @@ class GroupView:
     Immutable after construction: any thread may use it. Raises UnsupportedCache for a group that no record can hold.
     """
 
-    def __init__(self, group: CacheGroup, identity: CacheIdentity) -> None:
-        self.group = group
-        self.path: HostPath = host_path(group)
-        self.geometry = encode_geometry(group)
-        self.plan: ChunkPlan = chunk_plan(group.slice_bytes)
-        self.direct = self.path.direct and self.plan.whole_slices
+    def __init__(self, cache: PagedKVCache, number: int, identity: CacheIdentity) -> None:
+        self.group: CacheGroup = cache.group(number)
+        self.route = route_of(cache, number)
+        self.geometry = encode_geometry(self.group)
+        self.plan: ChunkPlan = chunk_plan(self.group.slice_bytes)
+        self.direct = self.route.direct and self.plan.whole_slices
         """Whether slices of a raw record can be copied from where LMDB maps them."""
-        self.fingerprint = group_fingerprint(identity, group.number)
-        self._prefix = record_key(identity.digest(), group.number, b"")
+        self.fingerprint = group_fingerprint(identity, number)
+        self._prefix = record_key(identity.digest(), number, b"")
 
     def keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
         """The index keys of block hashes."""

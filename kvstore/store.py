@@ -117,7 +117,7 @@ class KVStore:
     def _bind(self, cache: PagedKVCache, identity: CacheIdentity) -> None:
         _check_layers(cache, identity)
         self._cache = cache
-        self._views = {number: GroupView(group, identity) for number, group in cache.groups.items()}
+        self._views = {number: GroupView(cache, number, identity) for number in cache.groups}
 
     def _check_identity(self) -> None:
         try:
@@ -264,7 +264,7 @@ class KVStore:
         span = check_span(view.group, block_ids, start, num_tokens)
         hashes = check_hashes(block_hashes, len(span))
         before = None if parent is None else check_block_hash(parent)
-        return Save(self._shard, view, view.keys(hashes), hashes, span, before)
+        return Save(self._shard, view, view.route.begin_put(), view.keys(hashes), hashes, span, before)
 
     def _load(
         self, block_hashes: Sequence[bytes], block_ids: Sequence[int], start: int, num_tokens: int | None, group: int
@@ -274,7 +274,7 @@ class KVStore:
         view = self._view(group)
         span = check_span(view.group, block_ids, start, num_tokens)
         hashes = check_hashes(block_hashes, len(span))
-        return Load(self._shard, view, view.keys(hashes), hashes, span)
+        return Load(self._shard, view, view.route.begin_get(), view.keys(hashes), hashes, span)
 
     def _run(self, work: Callable[[], T]) -> T:
         """Do one call's work. A method, so that this object, and with it the cache's memory, outlives the work."""

@@ -1,195 +1,97 @@
-"""Blocks between a paged cache and staging memory, and their checksums.
+"""Blocks between a paged cache and staging memory, and their checksums: which way, by where the cache lies.
 
-A HostPath moves one group's blocks in canonical order and sums them, in one call a batch, by the compiled loops
-(kvstore.loops_numba) or by numpy where numba is not installed or the cache's bytes are no aligned runs.
+A cache on the CPU is walked by the host's loops. On a device that Triton serves, kernels gather, scatter and sum over
+all layers of a group, and copy engines move staged blocks; elsewhere blocks are copied to the host and back.
 Checksums are passes of their own: they take their block ids from the caller, never from a copy's descriptor.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
-from typing import Protocol
+from functools import partial
+from typing import Final
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
-from kvstore.cache import CacheGroup, LayerCache, PagedKVCache
+from kvstore.cache import CacheGroup, PagedKVCache
 from kvstore.checksum import UInt64Array, weighted_sums
-from kvstore.loops_numpy import NumpyLoops
-from kvstore.span import Span, check_span
+from kvstore.copyback import CopyBackPath
+from kvstore.hostpath import host_path
+from kvstore.route import HostRoute, Route
+from kvstore.span import check_span
+from kvstore.streams import wait_for_caller
 
 log = logging.getLogger(__name__)
-Bytes = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
+
+TRITON_DEVICES: Final = ("cuda", "xpu")
+"""torch's names of the devices that Triton compiles for; ROCm calls itself cuda."""
+
+# No route refers to its group: an entry goes with its key.
+_routes: WeakKeyDictionary[CacheGroup, Route] = WeakKeyDictionary()
 
 
-class HostPath(Protocol):
-    """What moves and sums a group's blocks on the CPU. Any thread may call it; blocks of concurrent calls must
-    be different ones."""
+def kv_checksum_platform_supported(device: torch.device | str | None = None) -> bool:
+    """Whether the kernels serve caches on a device: Triton is installed, the device is CUDA, ROCm or XPU, and its blocks
+    and sums come out as the host's. device: by default torch's current accelerator.
 
-    direct: bool
-    """Whether scatter_from can take slices from wherever they lie."""
-
-    def checksum(self, span: Span) -> UInt64Array:
-        """s of each slice of the engine's blocks: (blocks, slices) uint64."""
-
-    def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
-        """s of each slice of staged blocks: (blocks, slices) uint64."""
-
-    def gather(self, span: Span, staging: Bytes) -> None:
-        """Copy the engine's blocks to staging, (blocks, block bytes); slots past the valid tokens become zero."""
-
-    def scatter(self, span: Span, staging: Bytes) -> None:
-        """Copy staged blocks' valid tokens to the engine's blocks, and nothing past them."""
-
-    def scatter_from(self, span: Span, addresses: Ints) -> None:
-        """Scatter, each slice taken from the address addresses[block, slice]; int64."""
+    Where they do not, the store copies blocks to the host and back, and verifies them all the same.
+    """
+    place = torch.accelerator.current_accelerator() if device is None else torch.device(device)
+    return place is not None and _unserved(_indexed(place)) is None
 
 
-class NumpyPath:
-    """HostPath by numpy calls; releases the GIL only inside each of them."""
-
-    direct = False
-
-    def __init__(self, group: CacheGroup) -> None:
-        self._loops = NumpyLoops(group)
-
-    def checksum(self, span: Span) -> UInt64Array:
-        return self._loops.checksum(span.block_ids, span.first_tokens, span.valid)
-
-    def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
-        return self._loops.staging_checksum(staging, span.first_tokens, span.valid)
-
-    def gather(self, span: Span, staging: Bytes) -> None:
-        self._loops.gather(span.block_ids, span.valid, staging)
-
-    def scatter(self, span: Span, staging: Bytes) -> None:
-        self._loops.scatter(span.block_ids, span.valid, staging)
-
-    def scatter_from(self, span: Span, addresses: Ints) -> None:
-        raise TypeError("this path moves staged blocks only; ask `direct` first")
+def _indexed(device: torch.device) -> torch.device:
+    """The device with its number, as a tensor on it says."""
+    if device.index is None and device.type in TRITON_DEVICES and torch.accelerator.is_available():
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
 
 
-class NumbaPath:
-    """HostPath by the compiled loops; releases the GIL for a whole batch. Holds addresses: the PagedKVCache that
-    owns the group keeps their memory alive. Does not keep the group alive, which keeps it."""
+def _unserved(device: torch.device) -> str | None:
+    """Why no kernel serves a device, None where they do."""
+    if device.type not in TRITON_DEVICES:
+        return f"Triton does not compile for {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: `pip install triton`"
+    from kvstore.fitness import unfit
 
-    direct = True
-
-    def __init__(self, group: CacheGroup, loops: ModuleType) -> None:
-        self._num_slices, self._block_size = len(group.slices), group.block_size
-        self._block_bytes, self._offsets = group.block_bytes, group.offsets[:-1]
-        self._loops = loops
-        self._table = _engine_table(group)
-        self._staging_table = _staging_table(group)
-
-    def checksum(self, span: Span) -> UInt64Array:
-        return self._sums(0, self._table, span, span.block_ids)
-
-    def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
-        return self._sums(_address(staging), self._staging_table, span, np.arange(len(span), dtype=np.int64))
-
-    def gather(self, span: Span, staging: Bytes) -> None:
-        targets = self._staged(span, staging)
-        self._loops.gather(self._table, span.block_ids, span.valid, self._block_size, targets)
-
-    def scatter(self, span: Span, staging: Bytes) -> None:
-        self.scatter_from(span, self._staged(span, staging))
-
-    def scatter_from(self, span: Span, addresses: Ints) -> None:
-        self._loops.scatter(self._table, span.block_ids, span.valid, addresses)
-
-    def _sums(self, base: int, table: Ints, span: Span, block_ids: Ints) -> UInt64Array:
-        out = np.empty((len(span), self._num_slices), np.uint64)
-        self._loops.checksum(base, table, block_ids, span.first_tokens, span.valid, out)
-        return out
-
-    def _staged(self, span: Span, staging: Bytes) -> Ints:
-        blocks = _address(staging) + np.arange(len(span), dtype=np.int64)[:, None] * self._block_bytes
-        return np.asarray(blocks + self._offsets, np.int64)
+    reason: str | None = unfit(device)
+    return reason
 
 
-def _address(staging: Bytes) -> int:
-    if not staging.flags.c_contiguous:
-        raise ValueError("staging must be contiguous")
-    return int(staging.ctypes.data)
+def route_of(cache: PagedKVCache, number: int) -> Route:
+    """The way of a group of the cache, made once a group. Raises UnknownGroup, StagingMemoryError."""
+    group = cache.group(number)
+    route = _routes.get(group)
+    if route is None:
+        route = _routes[group] = _make_route(cache, group)
+    return route
 
 
-def _engine_row(layer: LayerCache, head: int, index: int) -> list[int]:
-    row: list[int] = []
-    for plane in layer.planes:
-        row += [plane.address + head * plane.head_stride, plane.block_stride, plane.token_stride, plane.nbytes]
-    return [*row, *[0] * (8 - len(row)), index]
+def _make_route(cache: PagedKVCache, group: CacheGroup) -> Route:
+    if group.device.type == "cpu":
+        return HostRoute(host_path(group), group)
+    reason = _unserved(group.device)
+    if reason is None and not group.regular:
+        reason = (
+            "its cells are no runs of aligned 8-byte words: keep the channels last, and strides in multiples of 8 bytes"
+        )
+    if reason is None:
+        from kvstore.devicepath import DeviceRoute
+        from kvstore.streams import device_of
 
-
-def _engine_table(group: CacheGroup) -> Ints:
-    slices = enumerate(group.slices)
-    rows = [_engine_row(group.layers[s.row], s.local_head, index) for index, s in slices]
-    order = sorted(range(len(rows)), key=lambda i: (group.slices[i].row, rows[i][0]))
-    table, first = [], 0
-    for layer in group.layers:
-        after = (first + layer.heads) % len(rows)
-        for number, row in enumerate(rows[i] for i in order[first : first + layer.heads]):
-            shares = (number * group.block_size * nbytes for nbytes in (row[3], row[7]))
-            table.append([*row, after, *shares])
-        first += layer.heads
-    return np.array(table, np.int64)
-
-
-def _staging_table(group: CacheGroup) -> Ints:
-    cells = [s.nbytes // group.block_size for s in group.slices]
-    rows = [
-        [offset, group.block_bytes, cell, cell, offset, 0, 0, 0, index, index, 0, 0]
-        for index, (offset, cell) in enumerate(zip(group.offsets.tolist(), cells, strict=False))
-    ]
-    return np.array(rows, np.int64)
-
-
-@cache
-def compiled_loops() -> ModuleType | None:
-    """The compiled loops, or None where numba is not there or does not work, which is said once in the log."""
-    try:
-        if importlib.util.find_spec("numba") is None:
-            reason = "is not installed"
-        elif (loops := importlib.import_module("kvstore.loops_numba")).USABLE:
-            return loops
-        else:
-            reason = "is switched off (NUMBA_DISABLE_JIT)"
-    except Exception as error:
-        # Whatever keeps numba from loading or compiling (an unfit numpy, a missing llvmlite), numpy does the work.
-        reason = f"does not work ({type(error).__name__}: {error})"
+        return DeviceRoute(group, device_of(group.device))
     log.warning(
-        "numba %s: copies and checksums run in numpy, three to ten times slower; the extra `cpu` of kvstore brings it, "
-        "or `pip install numba`",
+        "group %d on %s: no kernel serves it (%s): blocks are copied to the host and back, and verified there, many times "
+        "slower",
+        group.number,
+        group.device,
         reason,
     )
-    return None
-
-
-# No path refers to its group: an entry goes with its key.
-_paths: WeakKeyDictionary[CacheGroup, HostPath] = WeakKeyDictionary()
-
-
-def host_path(group: CacheGroup) -> HostPath:
-    """The group's path on the CPU, made once a group."""
-    path = _paths.get(group)
-    if path is None:
-        loops = compiled_loops() if group.regular else None
-        if not group.regular:
-            log.warning(
-                "group %d: its cells are no runs of aligned 8-byte words, so copies and checksums run in numpy, several "
-                "times slower: keep the channels last, and strides in multiples of 8 bytes",
-                group.number,
-            )
-        path = NumpyPath(group) if loops is None else NumbaPath(group, loops)
-        _paths[group] = path
-    return path
+    return HostRoute(CopyBackPath(cache, group), group, partial(wait_for_caller, group.device))
 
 
 def slice_checksums(
@@ -197,11 +99,12 @@ def slice_checksums(
 ) -> UInt64Array:
     """s of each slice of blocks at consecutive positions: (blocks, slices) uint64, slices in canonical order.
 
-    start: the first block's position; num_tokens: the request's token count, by default all blocks are full.
+    start: the first block's position; num_tokens: the request's token count, by default all blocks are full. On a device
+    it waits for what the current stream has been given so far.
     Raises UnknownGroup, InvalidBlockId, DuplicateBlockId, InvalidPosition or NoValidTokens.
     """
-    members = cache.group(group)
-    return host_path(members).checksum(check_span(members, block_ids, start, num_tokens))
+    span = check_span(cache.group(group), block_ids, start, num_tokens)
+    return route_of(cache, group).begin_get().checksum(span)
 
 
 def block_checksums(

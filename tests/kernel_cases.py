@@ -10,6 +10,7 @@ import torch
 from kvstore import PagedKVCache
 from kvstore.cache import CacheGroup
 from kvstore.kernels.tables import SliceEntry, SliceTable, slice_tables
+from kvstore.launches import engine_entries, staging_entries  # noqa: F401  (for the tests)
 from tests.support import layer_tensors, random_tensor
 
 CPU = torch.device("cpu")
@@ -65,33 +66,6 @@ FORMS = {
     "8-byte K and V": Form("2BNHD", 20, BF16, vector_bytes=8),
     "one piece each": Form("BNHD", 8, FP8, vector_bytes=8),
 }
-
-
-def engine_entries(group: CacheGroup) -> list[SliceEntry]:
-    """Where a group's slices lie in the engine's memory."""
-    factors = group.factors.tolist()
-    return [_entry(group, number, factors[number]) for number in range(len(group.slices))]
-
-
-def _entry(group: CacheGroup, number: int, factor: int) -> SliceEntry:
-    part = group.slices[number]
-    fields: list[int] = []
-    for plane in group.layers[part.row].planes:
-        address = plane.address + part.local_head * plane.head_stride
-        fields += [address, plane.block_stride, plane.token_stride, plane.nbytes]
-    fields += [0] * (8 - len(fields))
-    return SliceEntry(*fields, factor=factor, number=number, staging_offset=int(group.offsets[number]))
-
-
-def staging_entries(group: CacheGroup) -> list[SliceEntry]:
-    """Where a group's slices lie in a staged block: offsets, and whole cells as K."""
-    factors = group.factors.tolist()
-    return [
-        SliceEntry(offset, group.block_bytes, nbytes // group.block_size, nbytes // group.block_size)._replace(
-            factor=factors[number], number=number, staging_offset=offset
-        )
-        for number, (offset, nbytes) in enumerate(zip(group.offsets.tolist(), group.slice_bytes, strict=False))
-    ]
 
 
 def tables(group: CacheGroup, entries: list[SliceEntry]) -> list[SliceTable]:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvstore
-from kvstore import transfer
+from kvstore import hostpath
 from kvstore.tools import bench
 from kvstore.tools.bench_limits import Limits, file_system
 from kvstore.tools.bench_subject import BenchError, Caches, Geometry, Subject
@@ -78,11 +78,11 @@ def test_folder_defaults_to_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_without_numba_the_report_says_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    transfer.compiled_loops.cache_clear()
+    hostpath.compiled_loops.cache_clear()
     try:
         report = bench.run(SMALL, ["BHNC"], 1, tmp_path)
     finally:
-        transfer.compiled_loops.cache_clear()
+        hostpath.compiled_loops.cache_clear()
     assert report["layouts"]["BHNC"]["loops"] == "numpy"
 
 

@@ -134,7 +134,7 @@ def test_every_bit_of_the_bytes_on_their_way(target: Target, monkeypatch: pytest
     """A bit that flips after the storage hash was checked is seen where the bytes land, and the record is kept."""
     target.put()
     counts: Counter[str] = Counter()
-    path = target.loader._views[0].path
+    path = target.loader._views[0].route.path
     land = path.scatter_from
     for bit in range(target.good.size * 8):
         changed = np.frombuffer(flip(target.good.tobytes(), bit), np.uint8).reshape(target.good.shape)

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore import KVStore, PagedKVCache, errors
 from kvstore.blockdb import BlockDB
-from kvstore.shard import StagingPool
+from kvstore.staging import StagingPool
 from tests.support import MIB, SMALL, Raw, block_hashes, canonical, make_cache, open_store
 from tests.test_processes import run_python
 
@@ -205,9 +205,10 @@ def test_a_buffer_is_waited_for_and_given_back() -> None:
 
 def test_many_block_sizes_share_the_staging_buffers(tmp_path: Path) -> None:
     with open_store(tmp_path, make_cache()) as store:
-        for block_bytes in range(1000, 200_000, 1000):
-            assert store._shard.staging(block_bytes).nbytes == 4 * MIB
-        assert len(store._shard._pools) == 1
+        for tokens in range(1, 200):
+            view = store.attach(make_cache(tokens=tokens))._views[0]
+            assert [store._shard.staging(view, purpose).nbytes for purpose in ("put", "get")] == [4 * MIB, 4 * MIB]
+        assert len(store._shard._pools) == 2
 
 
 def test_a_dropped_store_gives_its_shard_up(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.support import *
 with tempfile.TemporaryDirectory() as folder, open_store(Path(folder), make_cache()) as store:
     assert store.put_blocks(block_hashes(2), [0, 1]).stored.all()
     assert store.get_blocks(block_hashes(2), [2, 3]).verified.all()
-    print(type(store._views[0].path).__name__)
+    print(type(store._views[0].route.path).__name__)
 """
 
 

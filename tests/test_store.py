@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from kvstore import CacheIdentity, KVStore, LayerSpec, PagedKVCache, Rank, StoreConfig
 from kvstore.blockdb import ReadView
 from kvstore.checksum import block_checksum_tags
+from kvstore.hostpath import NumbaPath, NumpyPath
 from kvstore.quarantine import parse_entry
 from kvstore.record import Header, chunk_key, parse_header
-from kvstore.transfer import NumbaPath, NumpyPath
 from tests.support import (
     IDENTITY,
     LAYOUTS,
@@ -54,7 +54,7 @@ def put_header(store: KVStore, header: Header, key: bytes | None = None) -> None
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test on both host paths."""
     if request.param == "numpy":
-        monkeypatch.setattr("kvstore.shard.host_path", NumpyPath)
+        monkeypatch.setattr("kvstore.transfer.host_path", NumpyPath)
     return str(request.param)
 
 
@@ -493,7 +493,7 @@ def test_a_forged_key_fails_by_its_tag(store: KVStore) -> None:
 
 
 def test_paths_are_what_the_machine_allows() -> None:
-    from kvstore.transfer import host_path
+    from kvstore.hostpath import host_path
 
     assert isinstance(host_path(make_cache().group(0)), NumbaPath)
 

@@ -15,11 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import PagedKVCache, block_checksums, slice_checksums, transfer
+from kvstore import PagedKVCache, block_checksums, hostpath, slice_checksums
 from kvstore.cache import CacheGroup
 from kvstore.checksum import num_valid_tokens
+from kvstore.copyback import CopyBackPath
+from kvstore.hostpath import HostPath, NumbaPath, NumpyPath, compiled_loops, host_path
 from kvstore.span import Span, check_span
-from kvstore.transfer import HostPath, NumbaPath, NumpyPath, compiled_loops, host_path
 from tests.support import LAYOUTS, cells, layer_tensors, make_cache, reference_checksums
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
@@ -31,7 +32,14 @@ def numba_path(group: CacheGroup) -> HostPath:
     return NumbaPath(group, loops)
 
 
-PATHS: list[Callable[[CacheGroup], HostPath]] = [numba_path, NumpyPath]
+def copy_back_path(group: CacheGroup) -> HostPath:
+    """A path by way of a mirror that has room for two blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvstore.copyback.MIRROR_BYTES", 2 * group.block_bytes)
+        return CopyBackPath(CACHES[id(group)], group)
+
+
+PATHS: list[Callable[[CacheGroup], HostPath]] = [numba_path, NumpyPath, copy_back_path]
 
 
 @dataclass
@@ -77,7 +85,7 @@ def plain_blocks(cache: PagedKVCache, span: Span) -> np.ndarray[Any, Any]:
 
 
 def plain_cell(cache: PagedKVCache, name: str, block: int, head: int, token: int) -> np.ndarray[Any, Any]:
-    layout, tensors = CACHE_LAYOUTS[id(cache)], cache.tensors[name]
+    layout, tensors = cache.layout, cache.tensors[name]
     parts = tensors if isinstance(tensors, tuple) else (tensors,)
     if "2" in layout:
         parts = tuple(parts[0].select(layout.index("2"), i) for i in range(2))
@@ -87,17 +95,18 @@ def plain_cell(cache: PagedKVCache, name: str, block: int, head: int, token: int
     return np.concatenate([part.contiguous().view(torch.uint8).numpy() for part in found])
 
 
-CACHE_LAYOUTS: dict[int, str] = {}
+CACHES: dict[int, PagedKVCache] = {}
+"""Caches by the ids of their groups."""
 
 
 @pytest.fixture(autouse=True)
-def _layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remember each cache's layout word, which a PagedKVCache does not keep."""
+def _remember_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group does not know its cache."""
     made = PagedKVCache.from_tensors.__func__  # type: ignore[attr-defined]
 
     def remember(cls: type[PagedKVCache], tensors: Any, layout: str, *rest: Any, **options: Any) -> PagedKVCache:
         cache: PagedKVCache = made(cls, tensors, layout, *rest, **options)
-        CACHE_LAYOUTS[id(cache)] = layout
+        CACHES.update((id(group), cache) for group in cache.groups.values())
         return cache
 
     monkeypatch.setattr(PagedKVCache, "from_tensors", classmethod(remember))
@@ -234,14 +243,14 @@ def test_without_numba_numpy_serves_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    transfer.compiled_loops.cache_clear()
+    hostpath.compiled_loops.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             paths = [host_path(make_cache(seed=seed).group(0)) for seed in range(3)]
         assert all(isinstance(path, NumpyPath) for path in paths)
         assert len([r for r in caplog.records if "numba" in r.message]) == 1
     finally:
-        transfer.compiled_loops.cache_clear()
+        hostpath.compiled_loops.cache_clear()
 
 
 def test_importing_kvstore_does_not_import_numba() -> None:

@@ -14,8 +14,8 @@ import torch
 
 from kvstore import CacheIdentity, KVStore, KVStoreError, PagedKVCache, StoreConfig, block_checksums
 from kvstore.errors import ConfigError, UnknownLayout
+from kvstore.hostpath import NumbaPath, host_path
 from kvstore.layout import DTYPES, LayerTensors, check_layout
-from kvstore.transfer import NumbaPath, host_path
 
 MIB = 2**20
 CAPACITY_FACTOR = 2
