@@ -11,21 +11,28 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError
+from kvstore.planes import Bf16PlanesCodec
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Codec(Protocol):
-    """One way to store a chunk. Stateless: any thread may call it."""
+    """One way to store a chunk. Any thread may call it. What decode fills is exactly what encode was given, whatever the
+    bytes and however many."""
 
     number: int
     name: str
 
     def encode(self, raw: Bytes) -> memoryview:
-        """The stored bytes of one chunk, at most as many as raw; valid until raw changes."""
+        """The stored bytes of one chunk, at most as many as raw. raw: (bytes,) uint8, contiguous and writable.
+
+        Takes raw over: the stored bytes may lie in its memory, in place of what was there, and are valid until it
+        changes.
+        """
 
     def decode(self, stored: memoryview, out: Bytes) -> str | None:
-        """Fill out, (raw length,) uint8, from untrusted bytes; None, or what is wrong with them."""
+        """Fill out, (raw length,) uint8 and contiguous, from untrusted bytes; None, or what is wrong with them. Then
+        what is in out is undefined. Raises nothing, whatever the bytes."""
 
 
 class RawCodec:
@@ -44,7 +51,7 @@ class RawCodec:
         return None
 
 
-CODECS: Final[dict[int, Codec]] = {codec.number: codec for codec in (RawCodec(),)}
+CODECS: Final[dict[int, Codec]] = {codec.number: codec for codec in (RawCodec(), Bf16PlanesCodec())}
 
 
 def codec_named(name: str) -> Codec:

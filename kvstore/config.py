@@ -22,9 +22,11 @@ class StoreConfig:
 
     durability: "commit", what put reports as stored survives a power loss; "process", it survives the process and
     is faster, and a store that was not closed before the machine went down is emptied at the next opening.
-    codec: "raw". batch_bytes: the most block bytes a transaction writes (None: 16 MiB in commit mode, where a sync
-    is shared; 4 MiB in process mode, where small transactions keep memory warm). read_batch_bytes: the most block
-    bytes that one snapshot reads. quarantine_bytes: the bound on condemned records. threads: of the submit_ calls.
+    codec: of what is put from now on; records of any codec are read. "raw", or "bf16-planes": zstd on the exponents, lossless
+    whatever the dtype, and worth its time for bfloat16 where room or a slow disk is what counts. batch_bytes: the most
+    block bytes a transaction writes (None: 16 MiB in commit mode, where a sync is shared; 4 MiB in process mode, where
+    small transactions keep memory warm). read_batch_bytes: the most block bytes that one snapshot reads.
+    quarantine_bytes: the bound on condemned records. threads: of the submit_ calls.
 
     Raises ConfigError.
     """

@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+import zstandard
 
 from kvstore import CacheIdentity, KVStore, LayerSpec, PagedKVCache, Rank
-from tests.support import Raw, block_hashes, flip, index_key, layer_tensors, open_store, random_tensor
+from tests.support import SMALL, Raw, block_hashes, flip, index_key, layer_tensors, open_store, random_tensor
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
 Row = dict[str, str]
@@ -132,6 +133,24 @@ def document_chunks(sizes: Iterable[int]) -> list[int]:
     return chunks
 
 
+def document_decode(codec: int, stored: bytes, raw: int) -> bytes:
+    """A chunk's raw bytes, section 10."""
+    name = next(row["name"] for row in table("Codecs") if int(row["number"]) == codec)
+    if len(stored) == raw:
+        return stored
+    assert name == "bf16-planes"
+    words = raw // 2
+    chunk = take_apart("Codec 1, bf16-planes", stored, raw=raw, stored=len(stored), words=words)
+    frame = zstandard.get_frame_parameters(chunk["frame"])
+    assert raw - words < len(stored) < raw
+    assert (frame.content_size, frame.dict_id, frame.has_checksum) == (words, 0, False)
+    assert frame.window_size <= 131072
+    exponents = zstandard.ZstdDecompressor().decompress(chunk["frame"], allow_extra_data=False)
+    planes = zip(exponents, chunk["others"], strict=True)
+    values = [exponent << 7 | other >> 1 | (other & 1) << 15 for exponent, other in planes]
+    return np.array(values, "<u2").tobytes() + bytes(chunk["rest"])
+
+
 def document_layers(text: str) -> list[tuple[int, ...]]:
     """Layers of the geometry examples: (number, first head, heads, K bytes, V bytes)."""
     return [tuple(map(int, layer.split("/"))) for layer in text.split()]
@@ -180,6 +199,7 @@ class Case:
     total_heads: int | None = None
     start: int = 0
     missing_tokens: int = 0
+    codec: str = "raw"
     rank: Rank = field(default_factory=Rank)
 
     @property
@@ -207,6 +227,13 @@ def odd_tensors() -> dict[str, torch.Tensor]:
     }
 
 
+def half_noise() -> dict[str, torch.Tensor]:
+    """A layer of bfloat16 as they occur, and one of random bytes; each slice is a chunk."""
+    shape = (4, 1, 10, 9992)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return {"layers.0.attn": values, "layers.1.attn": random_tensor(shape, torch.bfloat16, 2)}
+
+
 def case_list() -> list[Case]:
     small, four = layer_tensors("BHNC"), layer_tensors("2BNHD", layers=4)
     names = list(four)
@@ -222,6 +249,7 @@ def case_list() -> list[Case]:
         Case("chunks", layer_tensors("BHNC", layers=3, blocks=4, heads=2, tokens=8, head_size=3128)),
         Case("odd", odd_tensors(), value_channels={"model.layers.9.attn": 4}, missing_tokens=2),
         Case("mla", {"layers.3.mla": random_tensor((5, 2, 36), torch.float8_e4m3fn, 3)[..., :32]}, "BNC"),
+        Case("planes", half_noise(), missing_tokens=3, codec="bf16-planes"),
         Case("single", layer_tensors("BHNC", layers=1, heads=1, tokens=1, head_size=8, dtype=torch.uint8)),
     ]
 
@@ -264,7 +292,8 @@ def read_databases(folder: Path) -> dict[str, dict[bytes, bytes]]:
 def make_shard(case: Case, root: Path) -> Shard:
     cache = case.cache
     hashes = block_hashes(COUNT + 1)
-    with open_store(root, cache, identity=case.identity(cache), rank=case.rank) as store:
+    config = replace(SMALL, codec=case.codec)
+    with open_store(root, cache, config, identity=case.identity(cache), rank=case.rank) as store:
         for number, group in cache.groups.items():
             tokens = (case.start + COUNT) * group.block_size - case.missing_tokens
             put = store.put_blocks(hashes[1:], [2, 0, 3], case.start, tokens, number, hashes[0])
@@ -382,18 +411,29 @@ def test_chunks_have_the_lengths_and_hashes_of_the_directory_and_nothing_else_is
     assert not stored
 
 
-def test_raw_chunks_are_the_canonical_bytes_cut_where_the_document_says(shard: Shard) -> None:
+def test_decoded_chunks_are_the_canonical_bytes_cut_where_the_document_says(shard: Shard) -> None:
     for _, _, header in shard.records():
         slices = document_slices(header)
         sizes = [header["block_size"] * cell_bytes for _, _, cell_bytes in slices]
         engine = engine_bytes(shard, header)
         canonical = b"".join(data.ljust(size, b"\0") for data, size in zip(engine, sizes, strict=True))
-        assert header["codec"] == int(next(r["number"] for r in table("Codecs") if r["name"] == "raw"))
+        assert header["codec"] == int(next(r["number"] for r in table("Codecs") if r["name"] == shard.case.codec))
         assert header["raw_length"] == len(canonical)
         lengths = document_chunks(sizes)
         ends = np.cumsum([0, *lengths]).tolist()
         for number, length in enumerate(lengths, 1):
-            assert shard.chunk(header["sequence"], number) == canonical[ends[number - 1] :][:length]
+            chunk = document_decode(header["codec"], shard.chunk(header["sequence"], number), length)
+            assert chunk == canonical[ends[number - 1] :][:length]
+
+
+def test_a_chunk_is_encoded_where_that_gains_what_the_document_says(shard: Shard) -> None:
+    for _, _, header in shard.records():
+        sizes = [header["block_size"] * cell_bytes for _, _, cell_bytes in document_slices(header)]
+        lengths = [entry["length"] for entry in directory_of(shard, header)[1]]
+        ratios = [length / size for length, size in zip(lengths, document_chunks(sizes), strict=True)]
+        assert all(ratio == 1 or ratio <= 19 / 20 for ratio in ratios)
+        if shard.case.codec == "raw":
+            assert set(ratios) == {1}
 
 
 def test_slots_past_the_valid_tokens_are_zero_where_the_engines_are_not() -> None:
@@ -433,6 +473,9 @@ def test_the_cases_reach_what_they_are_for(tmp_path: Path) -> None:
     assert {int.from_bytes(k[16:18], "big") for k in shards["groups"].databases["index"]} == {0, 513}
     assert {head for head, _, _ in document_slices(headers["ranks"][0])} == {2, 3}
     assert any(h["valid_tokens"] < h["block_size"] for h in headers["partial"])
+    planes = next(header for header in headers["planes"] if header["valid_tokens"] == header["block_size"])
+    encoded, kept = (entry["length"] for entry in directory_of(shards["planes"], planes)[1])
+    assert encoded < kept == sizes["planes"][1]
 
 
 # --- STORE, meta, quarantine -------------------------------------------------------------------------------------
@@ -556,3 +599,9 @@ def test_geometry_examples_unpack_to_their_layers(row: Row) -> None:
 @pytest.mark.parametrize("row", table("Chunk examples"), ids=lambda row: row["slices"])
 def test_chunk_examples_follow_from_the_rule(row: Row) -> None:
     assert document_chunks(map(int, row["slices"].split())) == list(map(int, row["chunks"].split()))
+
+
+@pytest.mark.parametrize("row", table("Codec 1 examples"), ids=lambda row: str(len(row["raw"]) // 2 - 1))
+def test_codec_examples_decode_by_the_document(row: Row) -> None:
+    raw, stored = (bytes.fromhex(row[name].strip("`")) for name in ("raw", "stored"))
+    assert document_decode(1, stored, len(raw)) == raw
