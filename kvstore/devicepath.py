@@ -16,7 +16,7 @@ import torch
 
 from kvstore.cache import CacheGroup
 from kvstore.checksum import UInt64Array
-from kvstore.hostpath import StagingSums, staging_sums
+from kvstore.hostpath import StagingSums, compiled_loops, staging_sums
 from kvstore.launches import ROW_COLUMNS, Launches, write_rows
 from kvstore.route import CACHED_BYTES, Gathered, Staged, Transfer
 from kvstore.span import Span
@@ -121,6 +121,7 @@ class DeviceTransfer:
 
     def __init__(self, route: DeviceRoute, lane: Lane) -> None:
         self._route, self._lane, self._launches = route, lane, route.launches
+        self._by_block = self._launches.checksum_blocks
         self._after = route.device.mark()
         self.pending = 0
 
@@ -161,7 +162,9 @@ class DeviceTransfer:
         header = Header(self._route.device, len(span) * (ROW_COLUMNS + columns))
         return self._sums(span, header, columns, self._launches.checksum_slices)
 
-    def block_checksums(self, span: Span, pool: StagingPool) -> UInt64Array:
+    def block_checksums(self, span: Span, pool: StagingPool | None = None) -> UInt64Array:
+        if pool is None:
+            return self._sums(span, Header(self._route.device, len(span) * (ROW_COLUMNS + 1)), 0, self._by_block)
         borrower, found = object(), [np.empty(0, np.uint64)]
         try:
             buffer = pool.borrow(borrower)
@@ -169,7 +172,7 @@ class DeviceTransfer:
             step = buffer.host_words.numel() // (ROW_COLUMNS + 1)
             for first in range(0, len(span), step):
                 part = span.take(np.arange(first, min(first + step, len(span))))
-                found.append(self._sums(part, buffer, 0, self._launches.checksum_blocks))
+                found.append(self._sums(part, buffer, 0, self._by_block))
         finally:
             pool.borrowed.pop(borrower, None)
         return np.concatenate(found)
@@ -202,12 +205,13 @@ class DeviceRoute:
     """The way of a group of a device. Holds addresses, as Launches does. Any thread may use it."""
 
     direct = False
-    part_bytes: int | None = CACHED_BYTES
+    get_bytes = 16 * 2**20
 
     def __init__(self, group: CacheGroup, device: Device) -> None:
         self.device = device
         self.launches = Launches(group, device.device)
         self._staging_sums: StagingSums = staging_sums(group)
+        self.part_bytes = CACHED_BYTES if compiled_loops() is not None else None
         self.buffer_key: Hashable = (device.device, len(group.slices), group.block_bytes)
         self._compile()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 from kvstore.cache import PagedKVCache
 from kvstore.devicepath import DeviceRoute
+from kvstore.errors import GraphCapture, StagingMemoryError
 from kvstore.hostpath import host_path
 from kvstore.route import HostRoute, Route
 from kvstore.span import check_span
@@ -24,12 +24,27 @@ TOKENS = 23
 START = 3
 
 
-@cache
+_found: dict[torch.device, str | None] = {}
+
+
 def unfit(device: torch.device) -> str | None:
     """Why the kernels cannot serve a device, None where they do: blocks are gathered, scattered and summed there, and
-    everything is compared with the host's results. Once a process; takes the time to compile four kernels."""
+    everything is compared with the host's results. Once a process; takes the time to compile four kernels.
+
+    Raises GraphCapture, and StagingMemoryError where there is no room for this at the moment.
+    """
+    if device not in _found:
+        _found[device] = _try(device)
+    return _found[device]
+
+
+def _try(device: torch.device) -> str | None:
     try:
         found, expected = (_moved(*_caches(place)) for place in (device, torch.device("cpu")))
+    except (GraphCapture, StagingMemoryError):
+        raise
+    except torch.OutOfMemoryError as error:
+        raise StagingMemoryError(f"no room on {device} to try its kernels: {error}") from error
     except Exception as error:
         # Whatever keeps Triton from compiling or launching: an old device, no driver, no C compiler, too little memory.
         return f"{type(error).__name__}: {error}"

@@ -57,8 +57,11 @@ class Transfer(Protocol):
     def checksum(self, span: Span) -> UInt64Array:
         """s of each slice of the engine's blocks, behind all that was started: (blocks, slices) uint64."""
 
-    def block_checksums(self, span: Span, pool: StagingPool) -> UInt64Array:
-        """c of each of the engine's blocks, behind all that was started: (blocks,) uint64. Nothing is pending then."""
+    def block_checksums(self, span: Span, pool: StagingPool | None = None) -> UInt64Array:
+        """c of each of the engine's blocks, behind all that was started: (blocks,) uint64. Nothing is pending then.
+
+        pool: whose memory may be used; without one, some is allocated. Raises StagingMemoryError.
+        """
 
     def finish(self) -> None:
         """Wait for all that was started."""
@@ -73,6 +76,8 @@ class Route(Protocol):
     """Block bytes that are best staged, summed and hashed before the next ones; None: all of a batch."""
     buffer_key: Hashable
     """Routes of one key share their buffers."""
+    get_bytes: int
+    """Block bytes of a get that are best staged at a time."""
 
     def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
         """s of each slice of staged blocks, as they lie in host memory: (blocks, slices) uint64."""
@@ -131,7 +136,7 @@ class HostTransfer:
     def checksum(self, span: Span) -> UInt64Array:
         return self._path.checksum(span)
 
-    def block_checksums(self, span: Span, pool: StagingPool) -> UInt64Array:
+    def block_checksums(self, span: Span, pool: StagingPool | None = None) -> UInt64Array:
         return weighted_sums(self.checksum(span), self._factors)
 
     def finish(self) -> None:
@@ -143,6 +148,7 @@ class HostRoute:
     group's memory can be read and written by any thread."""
 
     buffer_key: Hashable = "host"
+    get_bytes = 0
 
     def __init__(self, path: HostPath, group: CacheGroup, ready: Callable[[], None] = lambda: None) -> None:
         self.path = path

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.cache import CacheGroup
-from kvstore.checksum import check_block_hash, num_valid_tokens
+from kvstore.checksum import MAX_HASH_BYTES, MIN_HASH_BYTES, check_block_hash, num_valid_tokens
 from kvstore.errors import (
     DuplicateBlockId,
     InvalidBlockHash,
@@ -68,7 +68,10 @@ def as_hashes(block_hashes: Sequence[bytes]) -> list[bytes]:
     """The hashes as bytes; raises InvalidBlockHash."""
     if not isinstance(block_hashes, Iterable):
         raise InvalidBlockHash(f"block_hashes is a {type(block_hashes).__name__}: expected a list of bytes")
-    return [check_block_hash(h, i) for i, h in enumerate(block_hashes)]
+    hashes = list(block_hashes)
+    if all(type(h) is bytes and MIN_HASH_BYTES <= len(h) <= MAX_HASH_BYTES for h in hashes):
+        return hashes
+    return [check_block_hash(h, i) for i, h in enumerate(hashes)]
 
 
 def check_hashes(block_hashes: Sequence[bytes], blocks: int | None = None) -> list[bytes]:

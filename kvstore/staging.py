@@ -36,7 +36,8 @@ class HostBuffer:
 
 
 class StagingPool:
-    """STAGING_BUFFERS buffers of one size, made when first needed and kept. Any thread may borrow.
+    """STAGING_BUFFERS buffers of one size, made when first needed and kept, and lent in turn: a device may still be
+    reading the one that was given back last. Any thread may borrow.
 
     A signal may raise between any two steps of Python, so a borrower writes `try: buffer = pool.borrow(borrower) ...
     finally: pool.borrowed.pop(borrower, None)`: giving all back is one step (see Environment.enter).
@@ -47,6 +48,7 @@ class StagingPool:
         self.borrowed: dict[object, set[int]] = {}
         self._make = make
         self._lock = threading.Lock()
+        self._turn = 0
         self._buffers: list[Buffer | None] = [None] * STAGING_BUFFERS
 
     def borrow(self, borrower: object) -> Buffer:
@@ -75,8 +77,9 @@ class StagingPool:
 
     def _take(self, borrower: object) -> int | None:
         taken = set().union(*self.borrowed.values())
-        free = (number for number in range(STAGING_BUFFERS) if number not in taken)
-        number = next(free, None)
+        order = ((self._turn + step) % STAGING_BUFFERS for step in range(STAGING_BUFFERS))
+        number = next((number for number in order if number not in taken), None)
         if number is not None:
             self.borrowed.setdefault(borrower, set()).add(number)
+            self._turn = number + 1
         return number

@@ -24,6 +24,11 @@ class Lane:
 
     def run(self, work: Callable[[], None], after: torch.Event | None = None, done: torch.Event | None = None) -> None:
         """Enqueue what `work` launches, behind the event `after`, and record `done` behind it. Does not wait."""
+        if stream_is_capturing(self._stream):
+            raise GraphCapture(
+                f"a stream of {self._stream.device} that the store uses is capturing a graph, since torch hands out its "
+                "streams in turn: capture on a stream that was made before the store opened"
+            )
         # Both context managers are written in C: no signal can come between entering and leaving, which would leave the
         # caller's thread on this stream.
         with self._lock, self._stream:
@@ -32,6 +37,12 @@ class Lane:
             work()
             if done is not None:
                 done.record(self._stream)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory of the device that torch's allocator keeps for this stream, so that no engine's work can still be
+        using it: (nbytes,) uint8."""
+        with self._lock, self._stream:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._stream.device)
 
     def wait(self) -> None:
         """Wait for everything that was enqueued."""
@@ -72,8 +83,8 @@ class Device:
         return self._allocate("pinned host", lambda: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), nbytes)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Memory of the device: (nbytes,) uint8."""
-        return self._allocate("device", lambda: torch.empty(nbytes, dtype=torch.uint8, device=self.device), nbytes)
+        """Memory of the device: (nbytes,) uint8. Who frees it has waited for all that uses it."""
+        return self._allocate("device", lambda: self.gets.allocate(nbytes), nbytes)
 
     def _allocate(self, kind: str, make: Callable[[], torch.Tensor], nbytes: int) -> torch.Tensor:
         try:

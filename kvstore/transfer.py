@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvstore.cache import CacheGroup, PagedKVCache
-from kvstore.checksum import UInt64Array, weighted_sums
+from kvstore.checksum import UInt64Array
 from kvstore.copyback import CopyBackPath
 from kvstore.hostpath import host_path
-from kvstore.route import HostRoute, Route
-from kvstore.span import check_span
+from kvstore.route import HostRoute, Route, Transfer
+from kvstore.span import Span, check_span
 from kvstore.streams import wait_for_caller
 
 log = logging.getLogger(__name__)
@@ -103,8 +103,7 @@ def slice_checksums(
     it waits for what the current stream has been given so far.
     Raises UnknownGroup, InvalidBlockId, DuplicateBlockId, InvalidPosition or NoValidTokens.
     """
-    span = check_span(cache.group(group), block_ids, start, num_tokens)
-    return route_of(cache, group).begin_get().checksum(span)
+    return _summed(cache, group, block_ids, start, num_tokens, lambda transfer, span: transfer.checksum(span))
 
 
 def block_checksums(
@@ -114,5 +113,21 @@ def block_checksums(
 
     The parts of all ranks and stages add up, mod 2**64, to the unsharded model's (docs/checksum.md).
     """
-    sums = slice_checksums(cache, block_ids, start, num_tokens, group)
-    return weighted_sums(sums, cache.group(group).factors)
+    return _summed(cache, group, block_ids, start, num_tokens, lambda transfer, span: transfer.block_checksums(span))
+
+
+def _summed(
+    cache: PagedKVCache,
+    group: int,
+    block_ids: Sequence[int],
+    start: int,
+    num_tokens: int | None,
+    sums: Callable[[Transfer, Span], UInt64Array],
+) -> UInt64Array:
+    span = check_span(cache.group(group), block_ids, start, num_tokens)
+    transfer = route_of(cache, group).begin_get()
+    try:
+        return sums(transfer, span)
+    finally:
+        if transfer.pending:
+            transfer.finish()

@@ -15,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperGroup
 
 import kvstore
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools import bench as benchmark
+from kvstore.tools import bench_gpu
 from kvstore.tools.bench_report import render
 from kvstore.tools.bench_subject import Geometry
 
@@ -63,8 +64,13 @@ def main(
     """
 
 
+DEVICE_OPTIONS = {"device", "path", "as_json"}
+"""Options of `bench` that say something on a device too."""
+
+
 @app.command()
 def bench(
+    context: typer.Context,
     blocks: Annotated[int, typer.Option(min=1, help="How many blocks are put and got.")] = 128,
     layers: Annotated[int, typer.Option(min=1, help="Layers, each a tensor of its own.")] = 32,
     heads: Annotated[int, typer.Option(min=1, help="KV heads of each layer.")] = 8,
@@ -83,6 +89,9 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bytes and of the order of block ids.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    device: Annotated[
+        str, typer.Option(help="`cpu`, or a CUDA device (`cuda`, `cuda:1`): its kernels are proved, then measured.")
+    ] = "cpu",
 ) -> None:
     """Measure put and get against this machine's limits: memcpy, pwrite, pread, fdatasync and np.sum of as many bytes.
 
@@ -95,7 +104,13 @@ def bench(
     - `kvstore bench`
     - `kvstore bench --path /var/lib/kvstore --repeat 21 --json > bench.json`
     - `kvstore bench --layers 48 --heads 4 --tokens 32 --dtype float16 --layouts B2NHD`
+    - `kvstore bench --device cuda`
+
+    On a device (docs/gpu.md) it measures geometries and sizes of its own, takes `--path` and `--json` of the other options,
+    and without `--json` writes bench_gpu.json to the current folder besides the table.
     """
+    if device != "cpu":
+        raise typer.Exit(_bench_device(context, device, path, as_json))
     geometry = Geometry(blocks, layers, heads, tokens, head_size, dtype, seed)
     words = [word.strip() for word in layouts.split(",") if word.strip()] or [""]
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -110,6 +125,19 @@ def bench(
         typer.echo(json.dumps(report, indent=2))
     else:
         Console().print(render(report))
+
+
+def _bench_device(context: typer.Context, device: str, path: Path | None, as_json: bool) -> int:
+    """The GPU benchmark's exit status. Raises ConfigError for options that only the CPU's has."""
+    given = {name for name in context.params if (s := context.get_parameter_source(name)) and s.name == "COMMANDLINE"}
+    if others := sorted(f"--{name.replace('_', '-')}" for name in given - DEVICE_OPTIONS):
+        raise ConfigError(
+            f"{', '.join(others)} with --device {device}: the GPU benchmark has geometries and sizes of its own, leave it out"
+        )
+    if not device.startswith("cuda"):
+        raise ConfigError(f"--device {device}: expected cpu, cuda, or a CUDA device such as cuda:1")
+    options = [*(["--path", str(path)] if path else []), *(["--json", "-"] if as_json else [])]
+    return bench_gpu.main(["--device", device, *options])
 
 
 if __name__ == "__main__":
