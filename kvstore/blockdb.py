@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -15,11 +17,17 @@ from kvstore.environment import Environment
 from kvstore.quarantine import Quarantine
 from kvstore.record import MAX_HEADER_BYTES, Header, chunk_key, parse_header
 from kvstore.results import Rejection
+from kvstore.space import READERS_BEHIND, oldest_snapshot, usable_bytes, used_bytes
 from kvstore.storefile import DATA_NAME
 from kvstore.usage import MAX_SEQUENCE, Usage
 
 IDENTITY_PREFIX: Final = b"identity:"
 USAGE_KEY: Final = b"usage"
+EVICT_AT_ONCE: Final = 256
+"""Records that one transaction deletes at most: each frees up to some thousand pages, which the free list then names."""
+NEVER_ENOUGH: Final = 2**63
+QUARANTINE_SHARE: Final = 8
+"""Condemned records take at most this share of the capacity: they cannot be evicted."""
 T = TypeVar("T")
 
 
@@ -31,6 +39,16 @@ class NewRecord:
     header: Header
     directory: bytes
     chunks: Sequence[memoryview]
+
+
+@dataclass(frozen=True)
+class Written:
+    """stored: for each record whether it was written; evicted: the index keys of the records that went; tried: how many
+    victims that took."""
+
+    stored: list[bool]
+    evicted: list[bytes]
+    tried: int
 
 
 class ReadView:
@@ -45,6 +63,11 @@ class ReadView:
         found = self._txn.get(key, db=self._index)
         return None if found is None else bytes(found[: MAX_HEADER_BYTES + 1])
 
+    def headers(self, keys: Sequence[bytes]) -> dict[bytes, memoryview]:
+        """The index entries of those keys that have one, in one call."""
+        with self._txn.cursor(db=self._index) as cursor:
+            return {bytes(key): value for key, value in cursor.getmulti(keys)}
+
     def chunk(self, sequence: int, number: int) -> memoryview | None:
         """The stored bytes of a chunk, None where it is missing."""
         found: memoryview | None = self._txn.get(chunk_key(sequence, number), db=self._payload)
@@ -56,7 +79,7 @@ class BlockDB(Environment):
 
     def __init__(self, folder: Path, capacity_bytes: int, sync: bool, writable: bool, quarantine_bytes: int) -> None:
         super().__init__(folder, capacity_bytes, sync, writable)
-        self.quarantine = Quarantine(self._quarantined, quarantine_bytes)
+        self.quarantine = Quarantine(self._quarantined, min(quarantine_bytes, self.capacity_bytes // QUARANTINE_SHARE))
         self._freed = writable
 
     @contextmanager
@@ -72,27 +95,131 @@ class BlockDB(Environment):
             return None if found is None else bytes(found)
 
     def write(
-        self, records: Sequence[NewRecord], identity: tuple[bytes, bytes], keep: Callable[[bytes, bytes], bool]
-    ) -> list[bool]:
+        self,
+        records: Sequence[NewRecord],
+        notes: Mapping[bytes, bytes],
+        keep: Callable[[bytes, bytes], bool],
+        victims: Sequence[bytes] = (),
+        spare: int = 0,
+    ) -> Written:
         """Write records in one transaction, each replacing what lies under its key.
 
-        identity: (id, canonical JSON), stored beside the first record. keep(key, header): whether what lies there
-        makes the new record unnecessary. Returns for each record whether it was written, False where that was kept.
-        Raises lmdb.MapFullError where the capacity is used up, lmdb.Error or OSError where writing failed; then
-        nothing of this call is stored.
+        notes: what `meta` must say besides, by key. keep(key, header): whether what lies under a key makes the new record
+        unnecessary. victims: what to evict, first to last, until `spare` bytes are free; each the start of the index
+        keys that go. Raises lmdb.MapFullError where the capacity is used up, lmdb.Error or OSError where writing
+        failed; then nothing of this call is stored, and nothing evicted.
         """
-        return self._with_room(lambda: self._write_all(records, identity, keep))
+        return self._with_room(lambda: self._write_all(records, notes, keep, victims, spare))
 
     def _write_all(
-        self, records: Sequence[NewRecord], identity: tuple[bytes, bytes], keep: Callable[[bytes, bytes], bool]
-    ) -> list[bool]:
+        self,
+        records: Sequence[NewRecord],
+        notes: Mapping[bytes, bytes],
+        keep: Callable[[bytes, bytes], bool],
+        victims: Sequence[bytes],
+        spare: int,
+    ) -> Written:
         with self._write() as txn:
             usage = self._usage(txn)
-            if txn.get(IDENTITY_PREFIX + identity[0], db=self._meta) != identity[1]:
-                txn.put(IDENTITY_PREFIX + identity[0], identity[1], db=self._meta)
-            written = [self._put(txn, record, usage, keep) for record in records]
+            for name, note in notes.items():
+                if txn.get(name, db=self._meta) != note:
+                    txn.put(name, note, db=self._meta)
+            stored = [self._put(txn, record, usage, keep) for record in records]
+            evicted, tried = self._evict_until(txn, usage, victims, spare)
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
-        return written
+        return Written(stored, evicted, tried)
+
+    def evict(self, victims: Sequence[bytes], spare: int) -> list[bytes]:
+        """Evict until `spare` bytes are free, in transactions of bounded size; the index keys of the records that went.
+
+        victims: as `write`. Raises lmdb.Error or OSError where writing failed; what went before is gone.
+        """
+        evicted: list[bytes] = []
+        for first in range(0, len(victims), EVICT_AT_ONCE):
+            if self.free_bytes() >= spare:
+                break
+            evicted += self._with_room(partial(self._evict_all, victims[first : first + EVICT_AT_ONCE], spare))
+        return evicted
+
+    def _evict_all(self, victims: Sequence[bytes], spare: int) -> list[bytes]:
+        with self._write() as txn:
+            usage = self._usage(txn)
+            evicted, _ = self._evict_until(txn, usage, victims, spare)
+            txn.put(USAGE_KEY, usage.encode(), db=self._meta)
+        return evicted
+
+    def _evict_until(self, txn: Any, usage: Usage, victims: Sequence[bytes], spare: int) -> tuple[list[bytes], int]:
+        evicted: list[bytes] = []
+        for tried, start in enumerate(victims):
+            if self._free(txn) >= spare:
+                return evicted, tried
+            evicted += self._delete(txn, usage, start)
+        return evicted, len(victims)
+
+    def _delete(self, txn: Any, usage: Usage, start: bytes) -> list[bytes]:
+        """Delete the records whose index keys begin with `start`; returns the keys."""
+        gone: list[bytes] = []
+        with txn.cursor(db=self._index) as cursor:
+            while cursor.set_range(start) and bytes(cursor.key()).startswith(start):
+                key, header = bytes(cursor.key()), parse_header(bytes(cursor.value()[: MAX_HEADER_BYTES + 1]))
+                cursor.delete()
+                usage.remove(header)
+                self._release(txn, header)
+                gone.append(key)
+        return gone
+
+    def drop(self, start: bytes = b"") -> list[bytes]:
+        """Delete all records whose index keys begin with `start`, in transactions of bounded size; returns the keys.
+
+        Raises lmdb.Error or OSError where writing failed; what went before is gone.
+        """
+        gone: list[bytes] = []
+        while keys := self.keys(start, EVICT_AT_ONCE):
+            gone += self._with_room(partial(self._evict_all, keys, NEVER_ENOUGH))
+        return gone
+
+    def keys(self, start: bytes, most: int) -> list[bytes]:
+        """The first index keys that begin with `start`, `most` at most."""
+        with self._begin() as txn, txn.cursor(db=self._index) as cursor:
+            there: Iterator[Any] = cursor.iternext(values=False) if cursor.set_range(start) else iter(())
+            return list(takewhile(lambda key: key.startswith(start), map(bytes, islice(there, most))))
+
+    def entries(self) -> Iterator[tuple[memoryview, memoryview]]:
+        """All index keys and entries in order; views of each dangle once the next is taken."""
+        with self._begin() as txn, txn.cursor(db=self._index) as cursor:
+            yield from cursor
+
+    def trim_quarantine(self) -> None:
+        """Let the oldest condemned records go that are past the bound. Raises lmdb.Error or OSError."""
+        self._with_room(self._trim_quarantine)
+
+    def _trim_quarantine(self) -> None:
+        with self._write() as txn:
+            usage = self._usage(txn)
+            for dropped in self.quarantine.trim(txn, usage):
+                self._release(txn, parse_header(dropped))
+            txn.put(USAGE_KEY, usage.encode(), db=self._meta)
+
+    def note(self, name: bytes) -> bytes:
+        """What `meta` says under a name; empty where it says nothing."""
+        with self._begin() as txn:
+            return bytes(txn.get(name, b"", db=self._meta))
+
+    def free_bytes(self) -> int:
+        """Bytes that records could take: what the capacity has and no database uses. Below 0 where too much is used.
+        Pages that were freed lately count, but serve only two transactions later."""
+        with self._begin() as txn:
+            return self._free(txn)
+
+    def _free(self, txn: Any) -> int:
+        databases = (self._meta, self._index, self._payload, self._quarantined)
+        return usable_bytes(self.capacity_bytes) - used_bytes(txn, databases)
+
+    def reader_holds_space(self) -> bool:
+        """Whether a snapshot keeps pages that were freed from being used again."""
+        self._env.reader_check()
+        oldest = oldest_snapshot(self._env.readers())
+        return oldest is not None and oldest <= self._env.info()["last_txnid"] - READERS_BEHIND
 
     def _with_room(self, work: Callable[[], T]) -> T:
         """Do a transaction's work; where it finds no room, once more with the pages that may have become free."""
@@ -193,7 +320,8 @@ class BlockDB(Environment):
         """Records, bytes and quarantine, as the last transaction left them, and the file's size in bytes."""
         with self._begin() as txn:
             usage = Usage.parse(txn.get(USAGE_KEY, db=self._meta))
-            records = txn.stat(self._index)["entries"]
+            records, free = txn.stat(self._index)["entries"], self._free(txn)
         data = self.folder / DATA_NAME
         file_bytes = data.stat().st_size if data.exists() else 0
-        return {"records": records, **usage.figures(), "file_bytes": file_bytes, "capacity_bytes": self.capacity_bytes}
+        figures = {"file_bytes": file_bytes, "free_bytes": free, "capacity_bytes": self.capacity_bytes}
+        return {"records": records, **usage.figures(), **figures}

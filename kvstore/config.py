@@ -7,12 +7,16 @@ from typing import Final
 
 from kvstore.codec import codec_named
 from kvstore.errors import ConfigError
+from kvstore.eviction import POLICIES
 
 MIB: Final = 2**20
 MAX_CAPACITY: Final = 2**46
 """64 TiB: what a process can map."""
 MAX_BATCH: Final = 2**32
 """4 GiB: each of two staging buffers takes as much."""
+BATCH_SHARE: Final = 32
+SPARE_SHARE: Final = 8
+NO_EVICTION: Final = "none"
 DURABILITIES: Final = ("commit", "process")
 
 
@@ -25,8 +29,11 @@ class StoreConfig:
     codec: of what is put from now on; records of any codec are read. "raw", or "bf16-planes": zstd on the exponents, lossless
     whatever the dtype, and worth its time for bfloat16 where room or a slow disk is what counts. batch_bytes: the most
     block bytes a transaction writes (None: 16 MiB in commit mode, where a sync is shared; 4 MiB in process mode, where
-    small transactions keep memory warm). read_batch_bytes: the most block bytes that one snapshot reads.
-    quarantine_bytes: the bound on condemned records. threads: of the submit_ calls.
+    small transactions keep memory warm; a 32nd of the capacity where that is less). read_batch_bytes: the most block
+    bytes that one snapshot reads. quarantine_bytes: the bound on condemned records, and at most an eighth of the
+    capacity. threads: of the submit_ calls. eviction: what goes where a new block needs room: "hazard", what is least
+    likely to be asked for again soon; "lru", what was asked for longest ago; "none", nothing: a full store refuses puts.
+    max_age_s: blocks that were not asked for in so many seconds go first (None: no limit).
 
     Raises ConfigError.
     """
@@ -38,11 +45,18 @@ class StoreConfig:
     read_batch_bytes: int = 64 * MIB
     quarantine_bytes: int = 64 * MIB
     threads: int = 2
+    eviction: str = "hazard"
+    max_age_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.durability not in DURABILITIES:
             raise ConfigError(f"durability {self.durability!r}: expected one of {', '.join(DURABILITIES)}")
         codec_named(self.codec)
+        if self.eviction not in (*POLICIES, NO_EVICTION):
+            known = ", ".join((*POLICIES, NO_EVICTION))
+            raise ConfigError(f"eviction {self.eviction!r}: expected one of {known}")
+        if self.max_age_s is not None and not (isinstance(self.max_age_s, int | float) and self.max_age_s > 0):
+            raise ConfigError(f"max_age_s is {self.max_age_s!r}: expected a number of seconds above 0, or None")
         lowest = {"capacity_bytes": MIB, "read_batch_bytes": 1, "quarantine_bytes": 0, "threads": 1}
         for name, least in lowest.items():
             _check(name, getattr(self, name), least)
@@ -61,7 +75,15 @@ class StoreConfig:
     @property
     def write_batch_bytes(self) -> int:
         """The bound on a transaction's block bytes."""
-        return self.batch_bytes if self.batch_bytes is not None else (16 if self.sync else 4) * MIB
+        if self.batch_bytes is not None:
+            return self.batch_bytes
+        return min((16 if self.sync else 4) * MIB, self.capacity_bytes // BATCH_SHARE)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What eviction keeps free, so that a transaction always finds room: its own bytes, and those that the two before
+        it freed, which LMDB hands out two transactions later."""
+        return min(3 * self.write_batch_bytes, self.capacity_bytes // SPARE_SHARE)
 
 
 def _check(name: str, value: object, least: int) -> None:

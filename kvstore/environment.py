@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from kvstore.errors import (
     StorePathError,
     StorePermissionError,
 )
+from kvstore.space import used_bytes
 from kvstore.storefile import (
     DATA_NAME,
     StoreFile,
@@ -48,7 +50,10 @@ LMDB_ENGINE: Final = 0
 """The 0.9 engine, pinned: an environment variable could change py-lmdb's default, and the files differ."""
 PAGE_BYTES: Final = 4096
 MAX_READERS: Final = 512
+SHRINK_SHARE: Final = 64
+MIN_SHRINK_BYTES: Final = 2**20
 LOCK_NAME: Final = "lock.mdb"
+COMPACT_NAME: Final = "data.mdb.compact"
 LOCK_BYTES: Final = 10 * PAGE_BYTES
 """64 bytes a reader, and a header."""
 DATABASES: Final = (b"meta", b"index", b"payload", b"quarantine")
@@ -70,6 +75,8 @@ class Environment:
         self.folder, self.sync, self.writable = folder, sync, writable
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         self.emptied = False
+        self.oversized = False
+        """Whether the file is larger than the capacity: until `compact`, LMDB maps all of it."""
         if writable:
             _check_mappable(self.capacity_bytes)
         self._pid = os.getpid()
@@ -100,8 +107,10 @@ class Environment:
                 raise StorePathError(f"{self.folder}: no {DATA_NAME} there: expected a shard that a writer has made")
             if self.writable:
                 reserve(self.folder / LOCK_NAME, LOCK_BYTES)
+                (self.folder / COMPACT_NAME).unlink(missing_ok=True)
+                self.oversized = bool(known) and (self.folder / DATA_NAME).stat().st_size > self.capacity_bytes
             try:
-                self._environment(self.capacity_bytes if self.writable else known, new=not known)
+                self._environment(self._map_bytes() if self.writable else known, new=not known)
             except lmdb.Error as error:
                 raise self._cannot_open(error, new=not known) from None
         except BaseException:
@@ -127,6 +136,13 @@ class Environment:
             sync_folder(self.folder)
         elif self.writable and not data.exists():
             self._mark(clean=False)
+
+    def _map_bytes(self) -> int:
+        """The capacity; of a file that is larger, its size and room for the transactions that make it smaller."""
+        if not self.oversized:
+            return self.capacity_bytes
+        size = (self.folder / DATA_NAME).stat().st_size
+        return (size + size // SHRINK_SHARE + MIN_SHRINK_BYTES) // PAGE_BYTES * PAGE_BYTES
 
     def _environment(self, map_size: int, new: bool) -> None:
         self._env = lmdb.open(
@@ -229,6 +245,53 @@ class Environment:
                 self._mark(clean=False)
             with self._env.begin(write=True) as txn:
                 yield txn
+
+    def compact(self) -> None:
+        """Rewrite the file without its free pages and put it in the old one's place. The caller alone uses the environment.
+
+        Raises StorePathError where there is no room for the copy or writing it failed, StoreBusy where other processes
+        read the shard; then nothing has changed. Being killed leaves the old file or the new one.
+        """
+        self.check_compactable()
+        data, copy = self.folder / DATA_NAME, self.folder / COMPACT_NAME
+        with path_errors(copy, "expected room for a compacted copy"):
+            fd = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                self._env.copyfd(fd, compact=True)
+                os.fsync(fd)
+            except lmdb.Error as error:
+                copy.unlink()
+                raise StorePathError(f"{copy}: {error}: expected room for a compacted copy") from None
+            finally:
+                os.close(fd)
+            self._env.close()
+            os.replace(copy, data)
+            (self.folder / LOCK_NAME).unlink(missing_ok=True)
+            sync_folder(self.folder)
+            reserve(self.folder / LOCK_NAME, LOCK_BYTES)
+        self._environment(self.capacity_bytes, new=False)
+        self.oversized = False
+
+    def check_compactable(self) -> None:
+        """Raise what `compact` raises where there is no room for the copy, or others read the shard."""
+        used, free = self._used_bytes(), shutil.disk_usage(self.folder).free
+        if used > free:
+            raise StorePathError(
+                f"{self.folder}: capacity_bytes {self.capacity_bytes} is less than the file has, and compacting it needs "
+                f"{used} bytes for a copy where {free} are free: make room, or keep the larger capacity"
+            )
+        self._env.reader_check()
+        lines = (line.split() for line in self._env.readers().splitlines()[1:])
+        others = sorted({row[0] for row in lines if row and row[0] != str(os.getpid())})
+        if others:
+            raise StoreBusy(
+                f"{self.folder}: the processes {', '.join(others)} read the shard: compacting replaces its file; close them, "
+                "or keep the larger capacity"
+            )
+
+    def _used_bytes(self) -> int:
+        with self._begin() as txn:
+            return used_bytes(txn, (self._meta, self._index, self._payload, self._quarantined))
 
     def _mark(self, clean: bool) -> None:
         state = self.store_file.state or _NEVER

@@ -77,13 +77,18 @@ class Load:
 
     def run(self) -> GetResult:
         """Load, then verify; everything that is not verified is missing or rejected."""
-        verified = np.zeros(len(self.span), bool)
+        verified, keeper = np.zeros(len(self.span), bool), self.shard.keeper
         try:
+            if keeper is not None:
+                keeper.pins[self] = chain = keeper.chain(self.view.prefix, self.hashes, self.span.start, None)
+                keeper.asked(chain)
             self._read_all()
             verified[self._verify()] = True
         finally:
             if self.transfer.pending:
                 self.transfer.finish()
+            if keeper is not None:
+                keeper.pins.pop(self, None)
         self._quarantine()
         missing = np.zeros(len(self.span), bool)
         missing[sorted(self.missing)] = True
@@ -252,6 +257,8 @@ class Load:
         """Take the condemned records out of the store; they are refused already."""
         if not self.condemned or not self.shard.db.writable:
             return
+        if self.shard.keeper is not None:
+            self.shard.keeper.removed([key for key, _, _ in self.condemned])
         try:
             self.shard.counters.add("quarantine_failed", self.shard.db.condemn(self.condemned))
         except (lmdb.Error, OSError):

@@ -57,6 +57,10 @@ class Quarantine:
         txn.put(name, Entry(now, kind, key, value).encode(), db=self.database)
         usage.quarantine_records += 1
         usage.quarantine_bytes += self._cost(value)
+        return self.trim(txn, usage)
+
+    def trim(self, txn: Any, usage: Usage) -> list[bytes]:
+        """Let the oldest go until the bound holds; returns their index entries."""
         dropped = []
         with txn.cursor(db=self.database) as cursor:
             while self._over(usage) and cursor.first():

@@ -81,7 +81,7 @@ class Header:
             *(self.raw_length, self.stored_length, sequence, now, self.position),
             *(self.valid_tokens, self.directory_length),
             *(self.fingerprint, self.tagged_checksum, self.directory_hash),
-            *(now, self.accesses, self.eviction_class),
+            *(self.last_touch or now, self.accesses, self.eviction_class),
             *(len(self.key), len(self.parent), len(self.geometry) // RUN.size),
         )
         data = bytearray(fixed + tail)

@@ -25,7 +25,9 @@ REJECTION_KINDS: Final = {
 """Every kind of rejection."""
 
 FAILURE_REASONS: Final = {
-    "store_full": "the capacity is used up",
+    "store_full": "the capacity is used up, and nothing in it may be evicted",
+    "reader_holds_space": "the room that eviction made is held by a reader's snapshot",
+    "not_admitted": "what the store holds is more likely to be asked for than this block",
     "source_changed": "the engine's blocks changed while they were copied, or were not copied right",
     "disk_full": "the file system has no room left",
     "io_error": "the file system or the database failed to write",

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from kvstore.blockdb import NewRecord
+from kvstore.blockdb import IDENTITY_PREFIX, NewRecord
 from kvstore.checksum import UInt64Array, weighted_sums
 from kvstore.codec import CODECS
+from kvstore.eviction_types import Chain, Touches
 from kvstore.record import Directory, Header, parse_header
 from kvstore.results import PutResult
 from kvstore.route import Gathered, Staged, Transfer
 from kvstore.shard import GroupView, Shard
+from kvstore.space import estimated_bytes, record_bytes
 from kvstore.span import Span
 from kvstore.staging import STAGING_BUFFERS, Buffer, StagingPool
 
 log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
+
+EVICTION_ATTEMPTS: Final = 3
+MICROSECONDS: Final = 1_000_000
+READER_PATIENCE_S: Final = 0.5
+POLL_SECONDS: Final = 0.005
+FULL: Final = {"store_full", "reader_holds_space"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +48,7 @@ class Started:
     gathered: Gathered
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Save:
     """One put_blocks call. Belongs to the calling thread.
 
@@ -52,14 +63,18 @@ class Save:
     hashes: list[bytes]
     span: Span
     parent: bytes | None
+    victims: list[bytes] = field(default_factory=list)
+    """What is still to be evicted for this put, in order: starts of index keys."""
 
     def run(self) -> PutResult:
         """Store what is not present, in transactions of bounded size."""
         count, present = len(self.span), self._present()
         outcomes = dict.fromkeys(np.flatnonzero(present).tolist(), "present")
+        admitted = self._admit(~present)
+        outcomes |= dict.fromkeys(np.flatnonzero(~present & ~admitted).tolist(), "not_admitted")
         pool, borrower = self.shard.staging(self.view, "put"), object()
         try:
-            self._save(np.flatnonzero(~present), pool, borrower, outcomes)
+            self._save(np.flatnonzero(admitted), pool, borrower, outcomes)
         finally:
             if self.transfer.pending:
                 self.transfer.finish()
@@ -67,8 +82,36 @@ class Save:
         stored = np.array([outcomes[i] == "stored" for i in range(count)], bool)
         present = np.array([outcomes[i] == "present" for i in range(count)], bool)
         failed = {i: outcomes[i] for i in range(count) if not (stored[i] or present[i])}
+        if self.shard.keeper is not None:
+            self.shard.keeper.written(self.chain, stored, self.cost)
         self._count(stored, present, failed)
         return PutResult(stored, present, failed)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The blocks as the eviction policy knows them."""
+        keeper = self.shard.keeper
+        assert keeper is not None
+        return keeper.chain(self.view.prefix, self.hashes, self.span.start, self.parent)
+
+    @property
+    def cost(self) -> int:
+        """Bytes of the file that a record takes, before compression."""
+        return estimated_bytes(self.view.plan.raw_length)
+
+    def _admit(self, absent: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Which absent blocks to write; decided for all of a call before the first is written."""
+        keeper = self.shard.keeper
+        if keeper is None:
+            return absent
+        admitted, victims = keeper.admit(self.chain, absent, self.cost, self.spare)
+        self.victims.extend(keeper.starts(victims))
+        return admitted
+
+    @property
+    def spare(self) -> int:
+        """Bytes that eviction keeps free."""
+        return self.shard.config.spare_bytes
 
     def _present(self) -> npt.NDArray[np.bool_]:
         try:
@@ -110,7 +153,7 @@ class Save:
             found = self._finish(started)
             pool.give_back(borrower, started.buffer)
             outcomes |= found
-            if set(found.values()) == {"store_full"}:
+            if set(found.values()) <= FULL:
                 return
 
     def _start(self, indices: npt.NDArray[np.int64], buffer: Buffer) -> Started:
@@ -158,38 +201,98 @@ class Save:
             key=self.keys[index],
             parent=parent or b"",
             geometry=self.view.geometry,
+            **self._remembered(index),
         )
         return NewRecord(header, directory, chunks)
+
+    def _remembered(self, index: int) -> dict[str, int]:
+        """What eviction keeps in a record: last touch, accesses, class."""
+        touches = self._touches
+        if touches is None:
+            return {}
+        return {
+            "last_touch": max(1, min(int(touches.times[index] * MICROSECONDS), 2**63)),
+            "accesses": max(1, min(int(touches.counts[index]), 2**32 - 1)),
+            "eviction_class": max(0, min(int(touches.classes[index]), 255)),
+        }
+
+    @cached_property
+    def _touches(self) -> Touches | None:
+        keeper = self.shard.keeper
+        return None if keeper is None else keeper.touches(self.chain)
 
     def _write(self, records: dict[int, NewRecord]) -> dict[int, str]:
         """Write in one transaction, or one by one where that is too much for the room that is left."""
         try:
-            return self._commit(records)
+            return self._write_with_room(records)
         except lmdb.MapFullError:
             pass
         except (lmdb.Error, OSError, OverflowError) as error:
             reason = self._why(records)
             log.error("%s: %d blocks not stored: %s: %s", self.shard.db.folder, len(records), reason, error)
             return dict.fromkeys(records, reason)
-        outcomes = dict.fromkeys(records, "store_full")
+        full = "reader_holds_space" if self.shard.db.reader_holds_space() else "store_full"
+        outcomes = dict.fromkeys(records, full)
         for index, record in records.items() if len(records) > 1 else ():
             outcomes |= self._write({index: record})
-            if outcomes[index] == "store_full":
+            if outcomes[index] == full:
                 break
         return outcomes
+
+    def _write_with_room(self, records: dict[int, NewRecord]) -> dict[int, str]:
+        """Write in one transaction; where there is no room, or none in one piece, evict and try again."""
+        for attempt in range(EVICTION_ATTEMPTS):
+            try:
+                return self._commit(records)
+            except lmdb.MapFullError:
+                if not self._make_room(records, 2**attempt):
+                    raise
+        return self._commit(records)
+
+    def _make_room(self, records: dict[int, NewRecord], times: int) -> bool:
+        """Evict so many times what the records take; False where that would bring nothing."""
+        keeper, db = self.shard.keeper, self.shard.db
+        if keeper is None or self._held():
+            return False
+        needed = times * sum(map(record_cost, records.values()))
+        starts = [*self.victims, *keeper.starts(keeper.victims(needed))]
+        evicted = db.evict(starts, db.free_bytes() + needed)
+        self.victims.clear()
+        self.shard.gone(evicted)
+        return bool(evicted)
+
+    def _held(self) -> bool:
+        """Whether a reader keeps freed pages, also after a while: loads of this process end soon."""
+        deadline = time.monotonic() + READER_PATIENCE_S
+        while self.shard.db.reader_holds_space():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
 
     def _commit(self, records: dict[int, NewRecord]) -> dict[int, str]:
         if not records:
             return {}
         index_of = {self.keys[i]: i for i in records}
-        identity = (self.shard.identity_id, self.shard.identity_json)
         written = self.shard.db.write(
-            list(records.values()), identity, lambda key, old: self._keeps(index_of[key], old)
+            list(records.values()),
+            self._notes(),
+            lambda key, old: self._keeps(index_of[key], old),
+            self.victims,
+            self.spare,
         )
-        for index, new in zip(records, written, strict=True):
+        del self.victims[: written.tried]
+        self.shard.gone(written.evicted)
+        for index, new in zip(records, written.stored, strict=True):
             if new:
                 self.shard.refused.discard(self.keys[index])
-        return {i: "stored" if new else "present" for i, new in zip(records, written, strict=True)}
+        return {i: "stored" if new else "present" for i, new in zip(records, written.stored, strict=True)}
+
+    def _notes(self) -> dict[bytes, bytes]:
+        """What the transaction writes beside the records."""
+        keeper = self.shard.keeper
+        learned = keeper.note() if keeper is not None else {}
+        return {IDENTITY_PREFIX + self.shard.identity_id: self.shard.identity_json} | learned
 
     def _why(self, records: dict[int, NewRecord]) -> str:
         """LMDB does not say that a disk is full; the file system does."""
@@ -207,3 +310,8 @@ class Save:
         counters.add("put_bytes", int(stored.sum()) * self.view.plan.raw_length)
         for reason in failed.values():
             counters.add(f"put_failed_{reason}")
+
+
+def record_cost(record: NewRecord) -> int:
+    """Bytes of the file that a record takes."""
+    return record_bytes(len(record.header.key) + 2000, [len(record.directory), *map(len, record.chunks)])

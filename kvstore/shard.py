@@ -21,6 +21,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import StoreClosed
 from kvstore.geometry import ChunkPlan, chunk_plan, describe, encode_geometry
 from kvstore.identity import CacheIdentity, group_fingerprint
+from kvstore.keeper import Keeper
 from kvstore.record import SEQUENCE_FIELD, Header, record_key
 from kvstore.results import Rejection
 from kvstore.staging import StagingPool
@@ -89,6 +90,8 @@ class Shard:
     identity: CacheIdentity
     config: StoreConfig
     codec: Codec
+    keeper: Keeper | None = None
+    """None where nothing is evicted: in a reader, and by configuration."""
     counters: Counters = field(default_factory=Counters)
     refused: Refused = field(default_factory=Refused)
     _pools: dict[Hashable, StagingPool] = field(default_factory=dict)
@@ -131,15 +134,23 @@ class Shard:
     def usage(self) -> dict[str, int]:
         """The database's figures, none where LMDB cannot read them; that is counted and logged."""
         try:
-            return self.db.usage()
+            kept = self.keeper.figures() if self.keeper is not None else {}
+            return self.db.usage() | {f"eviction_{name.removeprefix('eviction_')}": n for name, n in kept.items()}
         except lmdb.Error:
             self.counters.add("stats_failed")
             log.exception("%s: the accounting cannot be read", self.db.folder)
             return {}
 
+    def gone(self, keys: Sequence[bytes]) -> None:
+        """Records with these index keys were evicted or dropped."""
+        self.counters.add("evicted", len(keys))
+        if self.keeper is not None:
+            self.keeper.removed(keys)
+
     def staging(self, view: GroupView, purpose: str) -> StagingPool:
-        """The pool of puts or of gets whose buffers hold one transaction's blocks, or one block where that is more."""
-        nbytes = max(self.config.write_batch_bytes, view.plan.raw_length)
+        """The pool for puts ("put"), whose buffers hold one transaction's blocks, or for gets ("get"); at least a block."""
+        wanted = view.route.get_bytes if purpose == "get" and self.config.batch_bytes is None else 0
+        nbytes = max(self.config.write_batch_bytes, view.plan.raw_length, wanted)
         key = (purpose, view.route.buffer_key, nbytes)
         pool = self._pools.get(key)
         return pool if pool is not None else self._pools.setdefault(key, StagingPool(nbytes, view.route.new_buffer))
@@ -159,11 +170,11 @@ class GroupView:
         self.direct = self.route.direct and self.plan.whole_slices
         """Whether slices of a raw record can be copied from where LMDB maps them."""
         self.fingerprint = group_fingerprint(identity, number)
-        self._prefix = record_key(identity.digest(), number, b"")
+        self.prefix = record_key(identity.digest(), number, b"")
 
     def keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
         """The index keys of block hashes."""
-        return [self._prefix + h for h in block_hashes]
+        return [self.prefix + h for h in block_hashes]
 
     def tags(self, block_hashes: Sequence[bytes]) -> UInt64Array:
         """The tags of block hashes: (blocks,) uint64."""

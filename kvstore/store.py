@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -17,55 +17,26 @@ from kvstore.blockdb import BlockDB
 from kvstore.cache import PagedKVCache
 from kvstore.checksum import check_block_hash
 from kvstore.codec import codec_named
-from kvstore.config import StoreConfig
+from kvstore.config import NO_EVICTION, StoreConfig
 from kvstore.errors import (
     ConfigError,
     IdentityError,
     InvalidCache,
     ReadOnlyStore,
-    StorePathError,
-    UnsupportedCache,
 )
-from kvstore.identity import CacheIdentity, LayerSpec, Rank, identity_digest
+from kvstore.evicting import drop_records, evict_blocks, shrink
+from kvstore.identity import CacheIdentity, Rank, identity_digest
+from kvstore.keeper import Keeper
 from kvstore.loading import Load
-from kvstore.record import Header, parse_header
+from kvstore.matching import Match
+from kvstore.opening import check_layers, check_types, complete_identity, store_root
 from kvstore.results import GetResult, PutResult
 from kvstore.saving import Save
 from kvstore.shard import GroupView, Shard
 from kvstore.span import as_hashes, check_hashes, check_span
-from kvstore.storefile import path_errors
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Match:
-    """One match_prefix call over one group."""
-
-    shard: Shard
-    view: GroupView
-    keys: list[bytes]
-
-    def run(self) -> int:
-        """How many leading keys answer; 0, and counted, where LMDB cannot read."""
-        try:
-            with self.shard.db.read() as snapshot:
-                for position, key in enumerate(self.keys):
-                    value = snapshot.header(key)
-                    if value is None or not self._answers(key, value, position):
-                        return position
-        except lmdb.Error:
-            self.shard.counters.add("match_failed")
-            return 0
-        return len(self.keys)
-
-    def _answers(self, key: bytes, value: bytes, position: int) -> bool:
-        """Whether a get would try this index entry. A damaged one counts: the get refuses it, and says so."""
-        if self.shard.refused.holds(key, value):
-            return False
-        header = parse_header(value, key)
-        return not isinstance(header, Header) or self.view.misfit(header, position) is None
 
 
 class KVStore:
@@ -75,7 +46,7 @@ class KVStore:
     must be equal for KV to be reusable. config: capacity, durability and the like, by default StoreConfig(). rank:
     which worker of a tensor- and pipeline-parallel engine this is, by default the only one; each has a shard of its
     own, and needs an identity with the layers of the unsharded model. mode: "rw", one writer a shard, or "r". io:
-    "inline", in this process.
+    "inline", in this process. clock: seconds since 1970, for eviction; replays bring their own.
 
     The caller owns it and closes it (or uses `with`); close waits for calls in flight. Any thread may call it, also
     several at once, as long as calls in flight at one time do not touch the same engine blocks. After close every
@@ -95,27 +66,33 @@ class KVStore:
         rank: Rank | None = None,
         mode: str = "rw",
         io: str = "inline",
+        clock: Callable[[], float] = time.time,
     ) -> None:
         config, rank = StoreConfig() if config is None else config, Rank() if rank is None else rank
-        _check_types(cache, identity, config, rank)
+        check_types(cache, identity, config, rank)
         if mode not in ("r", "rw"):
             raise ConfigError(f'mode {mode!r}: expected "r" or "rw"')
         if io != "inline":
             raise ConfigError(f'io {io!r}: expected "inline"')
-        complete = _complete(identity, cache, rank)
+        complete = complete_identity(identity, cache, rank)
         self._bind(cache, complete)
-        folder = _root(path) / rank.folder
+        folder = store_root(path) / rank.folder
         db = BlockDB(folder, config.capacity_bytes, config.sync, mode == "rw", config.quarantine_bytes)
         self._shard = Shard(db, complete, config, codec_named(config.codec))
         self._owner = True
         try:
             self._check_identity()
+            if mode == "rw" and config.eviction != NO_EVICTION:
+                self._shard.keeper = Keeper(db, config.eviction, config.max_age_s, clock)
+                self._shard.keeper.load()
+            if db.oversized:
+                shrink(self._shard)
         except BaseException:
             db.close()
             raise
 
     def _bind(self, cache: PagedKVCache, identity: CacheIdentity) -> None:
-        _check_layers(cache, identity)
+        check_layers(cache, identity)
         self._cache = cache
         self._views = {number: GroupView(cache, number, identity) for number in cache.groups}
 
@@ -212,13 +189,47 @@ class KVStore:
         return self._run(Match(self._shard, view, view.keys(as_hashes(block_hashes))).run)
 
     def touch(self, block_hashes: Sequence[bytes], group: int = 0) -> None:
-        """A request came that wants these blocks. Counted; nothing is written.
+        """A request came that wants these blocks, from position 0, here or not: this feeds eviction. Nothing is written.
 
-        Raises InvalidBlockHash, UnknownGroup, StoreClosed or StoreForked.
+        Call it once a request, before `get_blocks`. A get of blocks that nobody touched within a minute counts as a
+        request of them. Raises InvalidBlockHash, UnknownGroup, StoreClosed or StoreForked.
         """
         self._shard.db.check_open()
-        self._view(group)
-        self._shard.counters.add("touched", len(as_hashes(block_hashes)))
+        view, hashes = self._view(group), as_hashes(block_hashes)
+        self._shard.counters.add("touched", len(hashes))
+        keeper = self._shard.keeper
+        if keeper is not None and hashes:
+            self._run(lambda: keeper.touch(keeper.chain(view.prefix, hashes, 0, None)))
+
+    def evict(self, blocks: int) -> int:
+        """Evict so many blocks of the shard, of any identity, those first that eviction would choose. Returns how many
+        went: fewer where loads in flight need the rest.
+
+        Raises ConfigError for a number below 0 or a store that does not evict, ReadOnlyStore, StoreClosed or StoreForked.
+        """
+        keeper = self._keeper()
+        if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 0:
+            raise ConfigError(f"blocks is {blocks!r}: expected how many blocks to evict, 0 or more")
+        return self._run(lambda: evict_blocks(self._shard, keeper, blocks))
+
+    def clear(self) -> int:
+        """Delete every record of the shard, of any identity; quarantine stays. Returns how many went.
+
+        Raises ReadOnlyStore, StoreClosed or StoreForked.
+        """
+        self._check_writable()
+        return self._run(lambda: drop_records(self._shard, b""))
+
+    def _keeper(self) -> Keeper:
+        self._check_writable()
+        if self._shard.keeper is None:
+            raise ConfigError(f'{self.folder} was opened with eviction="none": open it with a policy')
+        return self._shard.keeper
+
+    def _check_writable(self) -> None:
+        self._shard.db.check_open()
+        if not self._shard.db.writable:
+            raise ReadOnlyStore(f'{self.folder} was opened with mode="r": open it with mode="rw" to change it')
 
     def submit_put_blocks(
         self,
@@ -257,10 +268,8 @@ class KVStore:
         parent: bytes | None,
     ) -> Save:
         """A put, checked, with copies of its arguments: the caller may reuse them at once."""
-        self._shard.db.check_open()
+        self._check_writable()
         view = self._view(group)
-        if not self._shard.db.writable:
-            raise ReadOnlyStore(f'{self.folder} was opened with mode="r": open it with mode="rw" to put blocks')
         span = check_span(view.group, block_ids, start, num_tokens)
         hashes = check_hashes(block_hashes, len(span))
         before = None if parent is None else check_block_hash(parent)
@@ -309,71 +318,3 @@ class KVStore:
 
     def _view(self, group: int) -> GroupView:
         return self._views[self._cache.group(group).number]
-
-
-def _check_types(cache: object, identity: object, config: object, rank: object) -> None:
-    if not isinstance(cache, PagedKVCache):
-        raise InvalidCache(f"cache is a {type(cache).__name__}: expected PagedKVCache.from_tensors(...)")
-    if not isinstance(identity, CacheIdentity):
-        raise IdentityError(f"identity is a {type(identity).__name__}: expected CacheIdentity(model=..., revision=...)")
-    if not isinstance(config, StoreConfig) or not isinstance(rank, Rank):
-        raise ConfigError(
-            f"config is a {type(config).__name__}, rank a {type(rank).__name__}: expected a StoreConfig and a Rank"
-        )
-
-
-def _root(path: str | os.PathLike[str]) -> Path:
-    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(name, str) or not name or "\0" in name or not _is_utf8(name):
-        raise StorePathError(f"path is {path!r}: expected the name of a folder, in UTF-8")
-    root = Path(name)
-    with path_errors(root, "expected a folder, or a path where one can be made"):
-        if root.exists() and not root.is_dir():
-            raise StorePathError(f"{root} is a file: expected a folder, or a path where one can be made")
-    return root
-
-
-def _is_utf8(name: str) -> bool:
-    """LMDB takes its path as UTF-8."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _specs(cache: PagedKVCache) -> list[LayerSpec]:
-    return [layer.spec(group.number) for group in cache.groups.values() for layer in group.layers]
-
-
-def _complete(identity: CacheIdentity, cache: PagedKVCache, rank: Rank) -> CacheIdentity:
-    """The identity with the unsharded model's layers, from a cache that holds them all."""
-    if identity.layers is not None:
-        return identity
-    shifted = [layer.name for group in cache.groups.values() for layer in group.layers if layer.first_head]
-    if not rank.whole or shifted:
-        raise IdentityError(
-            f"rank {rank.folder} holds a part of the model, and the identity has no layers: pass "
-            "CacheIdentity(..., layers=...) with every layer of the unsharded model"
-        )
-    return identity.with_layers(_specs(cache))
-
-
-def _check_layers(cache: PagedKVCache, identity: CacheIdentity) -> None:
-    known = {layer.name: layer for layer in identity.layers or ()}
-    for group in cache.groups.values():
-        for layer in group.layers:
-            own, model = layer.spec(group.number), known.get(layer.name)
-            if model is None:
-                raise IdentityError(f"layer {layer.name} is not one of the identity's {len(known)} layers")
-            if (own.type, own.dtype, own.k_bytes, own.v_bytes, own.group) != (
-                *(model.type, model.dtype, model.k_bytes, model.v_bytes, model.group),
-            ):
-                raise IdentityError(
-                    f"layer {layer.name} is {own} in the cache, {model} in the identity: they must agree"
-                )
-            if layer.first_head + layer.heads > model.kv_heads:
-                raise UnsupportedCache(
-                    f"layer {layer.name} has the heads {layer.first_head} to {layer.first_head + layer.heads - 1} in the "
-                    f"cache, the model has {model.kv_heads}: check first_head"
-                )

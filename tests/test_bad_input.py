@@ -642,6 +642,8 @@ def every_call(store: KVStore) -> Mapping[str, Callable[[], object]]:
         "match_prefix": lambda: store.match_prefix(one),
         "match_prefix of groups": lambda: store.match_prefix({0: one}),
         "touch": lambda: store.touch(one),
+        "evict": lambda: store.evict(1),
+        "clear": store.clear,
         "stats": store.stats,
         "attach": lambda: store.attach(make_cache()),
     }

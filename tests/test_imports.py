@@ -19,8 +19,13 @@ MAX_LINES = 400
 
 RANKS: tuple[tuple[str, ...], ...] = (
     # words and errors
-    ("errors", "results", "loops_numba"),
-    ("checksum", "codec", "storefile"),
+    ("errors", "eviction_table", "results", "loops_numba", "planes_numpy", "space"),
+    ("checksum", "eviction_hazard", "eviction_order", "eviction_types", "planes_numba", "storefile"),
+    ("eviction_entries", "planes"),
+    ("codec", "eviction_leaves"),
+    ("eviction_choice",),
+    ("eviction_base",),
+    ("eviction",),
     ("config", "environment", "identity", "layout"),
     ("cache",),
     # one block: its bytes in the cache, its bytes on disk
@@ -32,9 +37,14 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("usage",),
     ("quarantine",),
     # the two doors: to the engine's memory, to storage
-    ("blockdb", "transfer"),
+    ("blockdb", "hostpath", "launches", "staging", "streams"),
+    ("copyback", "route"),
+    ("devicepath",),
+    ("fitness",),
+    ("transfer",),
+    ("keeper", "opening"),
     ("shard",),
-    ("loading", "saving"),
+    ("evicting", "loading", "matching", "saving"),
     ("store",),
     # the package's public names
     ("",),
@@ -43,15 +53,21 @@ RANKS: tuple[tuple[str, ...], ...] = (
     # command lines
     ("tools",),
     ("tools.bench_limits", "tools.bench_report", "tools.bench_subject"),
+    ("tools.gpu_device", "tools.gpu_report", "tools.gpu_torch"),
+    ("tools.gpu_host_cost", "tools.gpu_memory", "tools.gpu_transfers"),
+    ("tools.gpu_cases",),
+    ("tools.gpu_kernels",),
+    ("tools.gpu_run",),
+    ("tools.bench_gpu",),
     ("tools.demo_damage", "tools.demo_text", "tools.model", "tools.setup_venv"),
     ("tools.bench", "tools.demo_model"),
     ("tools.demo_second",),
-    ("tools.cli", "tools.demo"),
+    ("tools.bench_codec", "tools.cli", "tools.demo"),
 )
 RANK = {f"kvstore.{name}".rstrip("."): rank for rank, names in enumerate(RANKS) for name in names}
 OUTER = ("kvstore.tools", "kvstore.engines")
 KERNELS = "kvstore.kernels"
-KERNEL_CALLERS = {"kvstore.transfer"}
+KERNEL_CALLERS = {"kvstore.launches"}
 ONLY_IN = {
     "numba": ("kvstore.loops_numba",),
     "llvmlite": ("kvstore.loops_numba",),
@@ -141,7 +157,7 @@ def test_the_core_imports_no_tool_and_no_engine(module: str) -> None:
     assert [name for name in imports(TREES[module]) if inside(name, OUTER)] == []
 
 
-def test_transfer_alone_imports_kernels() -> None:
+def test_one_module_alone_imports_kernels() -> None:
     users = {m for m, tree in TREES.items() if any(inside(name, (KERNELS,)) for name in imports(tree))}
     assert {user for user in users if not inside(user, (KERNELS,))} <= KERNEL_CALLERS
 
@@ -192,7 +208,7 @@ def test_a_file_is_one_room(module: str) -> None:
         ("kvstore.record", "from kvstore.store import KVStore"),
         ("kvstore.record", "from kvstore import store"),
         ("kvstore.record", "from kvstore import KVStore"),
-        ("kvstore.blockdb", "from kvstore.transfer import host_path"),
+        ("kvstore.blockdb", "from kvstore.hostpath import host_path"),
         ("kvstore.cache", "def f():\n    from kvstore.shard import Shard"),
         ("kvstore.cache", "import importlib\nimportlib.import_module('kvstore.record')"),
         ("kvstore.engines.transformers", "import kvstore.tools.model"),

@@ -207,7 +207,7 @@ def test_many_block_sizes_share_the_staging_buffers(tmp_path: Path) -> None:
     with open_store(tmp_path, make_cache()) as store:
         for tokens in range(1, 200):
             view = store.attach(make_cache(tokens=tokens))._views[0]
-            assert [store._shard.staging(view, purpose).nbytes for purpose in ("put", "get")] == [4 * MIB, 4 * MIB]
+            assert [store._shard.staging(view, purpose).nbytes for purpose in ("put", "get")] == [2 * MIB, 2 * MIB]
         assert len(store._shard._pools) == 2
 
 

@@ -319,6 +319,7 @@ def test_a_database_that_cannot_be_read_rejects_and_keeps_the_record(
         raise lmdb.CorruptedError("mdb_get: MDB_CORRUPTED")
 
     monkeypatch.setattr(ReadView, "header", fail)
+    monkeypatch.setattr(ReadView, "headers", fail)
     got = store.get_blocks(HASHES[:2], [4, 5])
     assert [r.kind for r in got.rejected.values()] == ["io", "io"]
     assert store.match_prefix(HASHES[:2]) == 0

@@ -1,0 +1,63 @@
+"""Records that go though nobody needs their room at once: by an operator's wish, or because the capacity shrank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.blockdb import NEVER_ENOUGH
+from kvstore.errors import ConfigError
+from kvstore.keeper import Keeper
+from kvstore.shard import Shard
+
+GUESSED_BYTES = 2**20
+"""Of a record, before its size is known."""
+
+
+def evict_blocks(shard: Shard, keeper: Keeper, blocks: int) -> int:
+    """Evict so many records, the worst first; how many went."""
+    gone = 0
+    while gone < blocks:
+        chosen = _worst(keeper, blocks - gone)
+        evicted = shard.db.evict(keeper.starts(chosen), NEVER_ENOUGH)
+        shard.gone(evicted)
+        gone += len(evicted)
+        if not evicted:
+            break
+    return gone
+
+
+def _worst(keeper: Keeper, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Policy keys of the worst blocks: as many, or all that can go."""
+    nbytes, before = count * GUESSED_BYTES, -1
+    while True:
+        chosen = keeper.victims(nbytes)
+        if chosen.size >= count or chosen.size == before:
+            return chosen[:count]
+        nbytes, before = nbytes * 4, chosen.size
+
+
+def shrink(shard: Shard) -> None:
+    """Make a file that is larger than its capacity fit: evict, then compact. Before anyone else uses the shard.
+
+    Raises ConfigError where nothing may be evicted, StorePathError or StoreBusy where the file cannot be compacted,
+    lmdb.Error or OSError where evicting failed; what was evicted until then is gone.
+    """
+    db, spare = shard.db, shard.config.spare_bytes
+    db.check_compactable()
+    db.trim_quarantine()
+    if db.free_bytes() < spare:
+        if shard.keeper is None:
+            missing = spare - db.free_bytes()
+            raise ConfigError(
+                f"{db.folder}: capacity_bytes {db.capacity_bytes} is {missing} bytes less than its records need, "
+                'and with eviction="none" none may go: choose a policy, or keep the larger capacity'
+            )
+        shard.gone(db.evict(shard.keeper.starts(shard.keeper.victims(NEVER_ENOUGH - 1)), spare))
+    db.compact()
+
+
+def drop_records(shard: Shard, start: bytes) -> int:
+    """Delete all records whose index keys begin with `start`; how many there were."""
+    gone = shard.db.drop(start)
+    shard.gone(gone)
+    return len(gone)

@@ -1,0 +1,65 @@
+"""match_prefix: how many leading blocks of a request are here."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import lmdb
+
+from kvstore.record import VERSION, Header, parse_header
+from kvstore.shard import GroupView, Shard
+
+FIRST_KEYS: Final = 16
+"""Keys that are looked up at first; then twice as many each time, since most requests end early or late."""
+FIT: Final = struct.Struct("<4xH14xIQ24xQ8xQ")
+"""Of a header: version, block size, raw length, position, fingerprint (kvstore.record)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """One match_prefix call over one group."""
+
+    shard: Shard
+    view: GroupView
+    keys: list[bytes]
+
+    def run(self) -> int:
+        """How many leading keys answer; 0, and counted, where LMDB cannot read."""
+        found, step = 0, FIRST_KEYS
+        try:
+            with self.shard.db.read() as snapshot:
+                while found < len(self.keys):
+                    asked = self.keys[found : found + step]
+                    new = self._leading(found, asked, snapshot.headers(asked))
+                    found += new
+                    if new < len(asked):
+                        break
+                    step *= 2
+        except lmdb.Error:
+            self.shard.counters.add("match_failed")
+            return 0
+        return found
+
+    def _leading(self, position: int, keys: list[bytes], entries: dict[bytes, memoryview]) -> int:
+        """How many leading keys answer, the first of which asks for a position."""
+        view, doubtful = self.view, bool(self.shard.refused)
+        form = VERSION, view.group.block_size, view.plan.raw_length
+        size, fingerprint, geometry = len(view.geometry), view.fingerprint, view.geometry
+        for asked, key in enumerate(keys, position):
+            entry = entries.get(key)
+            if entry is None:
+                return asked - position
+            # What `misfit` asks for, the header's hash and key unchecked.
+            fits = len(entry) > FIT.size and FIT.unpack_from(entry) == (*form, asked, fingerprint)
+            if (doubtful or not fits or entry[-size:] != geometry) and not self._answers(key, bytes(entry), asked):
+                return asked - position
+        return len(keys)
+
+    def _answers(self, key: bytes, value: bytes, position: int) -> bool:
+        """Whether a get would try this index entry. A damaged one counts: the get refuses it, and says so."""
+        if self.shard.refused.holds(key, value):
+            return False
+        header = parse_header(value, key)
+        return not isinstance(header, Header) or self.view.misfit(header, position) is None

@@ -1,0 +1,80 @@
+"""What is checked before a store opens: types, the path, and that cache, rank and identity fit together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvstore.cache import PagedKVCache
+from kvstore.config import StoreConfig
+from kvstore.errors import ConfigError, IdentityError, InvalidCache, StorePathError, UnsupportedCache
+from kvstore.identity import CacheIdentity, LayerSpec, Rank
+from kvstore.storefile import path_errors
+
+
+def check_types(cache: object, identity: object, config: object, rank: object) -> None:
+    if not isinstance(cache, PagedKVCache):
+        raise InvalidCache(f"cache is a {type(cache).__name__}: expected PagedKVCache.from_tensors(...)")
+    if not isinstance(identity, CacheIdentity):
+        raise IdentityError(f"identity is a {type(identity).__name__}: expected CacheIdentity(model=..., revision=...)")
+    if not isinstance(config, StoreConfig) or not isinstance(rank, Rank):
+        raise ConfigError(
+            f"config is a {type(config).__name__}, rank a {type(rank).__name__}: expected a StoreConfig and a Rank"
+        )
+
+
+def store_root(path: str | os.PathLike[str]) -> Path:
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(name, str) or not name or "\0" in name or not _is_utf8(name):
+        raise StorePathError(f"path is {path!r}: expected the name of a folder, in UTF-8")
+    root = Path(name)
+    with path_errors(root, "expected a folder, or a path where one can be made"):
+        if root.exists() and not root.is_dir():
+            raise StorePathError(f"{root} is a file: expected a folder, or a path where one can be made")
+    return root
+
+
+def _is_utf8(name: str) -> bool:
+    """LMDB takes its path as UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _specs(cache: PagedKVCache) -> list[LayerSpec]:
+    return [layer.spec(group.number) for group in cache.groups.values() for layer in group.layers]
+
+
+def complete_identity(identity: CacheIdentity, cache: PagedKVCache, rank: Rank) -> CacheIdentity:
+    """The identity with the unsharded model's layers, from a cache that holds them all."""
+    if identity.layers is not None:
+        return identity
+    shifted = [layer.name for group in cache.groups.values() for layer in group.layers if layer.first_head]
+    if not rank.whole or shifted:
+        raise IdentityError(
+            f"rank {rank.folder} holds a part of the model, and the identity has no layers: pass "
+            "CacheIdentity(..., layers=...) with every layer of the unsharded model"
+        )
+    return identity.with_layers(_specs(cache))
+
+
+def check_layers(cache: PagedKVCache, identity: CacheIdentity) -> None:
+    known = {layer.name: layer for layer in identity.layers or ()}
+    for group in cache.groups.values():
+        for layer in group.layers:
+            own, model = layer.spec(group.number), known.get(layer.name)
+            if model is None:
+                raise IdentityError(f"layer {layer.name} is not one of the identity's {len(known)} layers")
+            if (own.type, own.dtype, own.k_bytes, own.v_bytes, own.group) != (
+                *(model.type, model.dtype, model.k_bytes, model.v_bytes, model.group),
+            ):
+                raise IdentityError(
+                    f"layer {layer.name} is {own} in the cache, {model} in the identity: they must agree"
+                )
+            if layer.first_head + layer.heads > model.kv_heads:
+                raise UnsupportedCache(
+                    f"layer {layer.name} has the heads {layer.first_head} to {layer.first_head + layer.heads - 1} in the "
+                    f"cache, the model has {model.kv_heads}: check first_head"
+                )
