@@ -55,9 +55,7 @@ class Order:
         """Remove up to `count` entries from the old end; fewer where stale places lie between them."""
         places = np.arange(self.start, min(self.end, self.start + count))
         self.start += places.size
-        slots = self.slots[places[self.counting(places, where, flags)]].astype(np.int64)
-        where[slots] = NOWHERE
-        return slots
+        return self.slots[places[self.counting(places, where, flags)]].astype(np.int64)
 
     def compact(self, where: Places, flags: Flags, more: int) -> None:
         """Drop stale places, and make room for `more`."""

@@ -28,7 +28,7 @@ class KeyTable:
 
     A cell is emptied only when the table is built anew. Where an entry is freed, its cell stays and names an entry with
     another key, or none, which a probe passes by. The last cell is always empty. 4 bytes a cell, 1.4 to 2 cells an
-    entry; building takes another 28 bytes an entry meanwhile.
+    entry; building takes another 40 bytes an entry meanwhile.
     """
 
     def __init__(self) -> None:
