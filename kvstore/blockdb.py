@@ -29,6 +29,8 @@ NEVER_ENOUGH: Final = 2**63
 QUARANTINE_SHARE: Final = 8
 """Condemned records take at most this share of the capacity: they cannot be evicted."""
 T = TypeVar("T")
+Victim = tuple[bytes, ...]
+"""What goes together: every record whose index key begins with one of these."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,13 @@ class BlockDB(Environment):
         records: Sequence[NewRecord],
         notes: Mapping[bytes, bytes],
         keep: Callable[[bytes, bytes], bool],
-        victims: Sequence[bytes] = (),
+        victims: Sequence[Victim] = (),
         spare: int = 0,
     ) -> Written:
         """Write records in one transaction, each replacing what lies under its key.
 
         notes: what `meta` must say besides, by key. keep(key, header): whether what lies under a key makes the new record
-        unnecessary. victims: what to evict, first to last, until `spare` bytes are free; each the start of the index
-        keys that go. Raises lmdb.MapFullError where the capacity is used up, lmdb.Error or OSError where writing
+        unnecessary. victims: what to evict, first to last, until `spare` bytes are free. Raises lmdb.MapFullError where the capacity is used up, lmdb.Error or OSError where writing
         failed; then nothing of this call is stored, and nothing evicted.
         """
         return self._with_room(lambda: self._write_all(records, notes, keep, victims, spare))
@@ -116,7 +117,7 @@ class BlockDB(Environment):
         records: Sequence[NewRecord],
         notes: Mapping[bytes, bytes],
         keep: Callable[[bytes, bytes], bool],
-        victims: Sequence[bytes],
+        victims: Sequence[Victim],
         spare: int,
     ) -> Written:
         with self._write() as txn:
@@ -129,31 +130,37 @@ class BlockDB(Environment):
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
         return Written(stored, evicted, tried)
 
-    def evict(self, victims: Sequence[bytes], spare: int) -> list[bytes]:
-        """Evict until `spare` bytes are free, in transactions of bounded size; the index keys of the records that went.
+    def write_notes(self, notes: Mapping[bytes, bytes]) -> None:
+        """Write down what `meta` must say, by key. Raises lmdb.Error or OSError."""
+        self.write((), notes, lambda key, old: True)
 
-        victims: as `write`. Raises lmdb.Error or OSError where writing failed; what went before is gone.
+    def evict(self, victims: Sequence[Victim], spare: int) -> tuple[list[bytes], int]:
+        """Evict until `spare` bytes are free, in transactions of bounded size: the index keys of the records that went, and
+        how many victims that took.
+
+        Raises lmdb.Error or OSError where writing failed; what went before is gone.
         """
-        evicted: list[bytes] = []
-        for first in range(0, len(victims), EVICT_AT_ONCE):
-            if self.free_bytes() >= spare:
-                break
-            evicted += self._with_room(partial(self._evict_all, victims[first : first + EVICT_AT_ONCE], spare))
-        return evicted
+        evicted, tried = list[bytes](), 0
+        while tried < len(victims) and self.free_bytes() < spare:
+            some = victims[tried : tried + EVICT_AT_ONCE]
+            gone, count = self._with_room(partial(self._evict_all, some, spare))
+            evicted, tried = evicted + gone, tried + count
+        return evicted, tried
 
-    def _evict_all(self, victims: Sequence[bytes], spare: int) -> list[bytes]:
+    def _evict_all(self, victims: Sequence[Victim], spare: int) -> tuple[list[bytes], int]:
         with self._write() as txn:
             usage = self._usage(txn)
-            evicted, _ = self._evict_until(txn, usage, victims, spare)
+            evicted, tried = self._evict_until(txn, usage, victims, spare)
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
-        return evicted
+        return evicted, tried
 
-    def _evict_until(self, txn: Any, usage: Usage, victims: Sequence[bytes], spare: int) -> tuple[list[bytes], int]:
+    def _evict_until(self, txn: Any, usage: Usage, victims: Sequence[Victim], spare: int) -> tuple[list[bytes], int]:
         evicted: list[bytes] = []
-        for tried, start in enumerate(victims):
+        for tried, victim in enumerate(victims):
             if self._free(txn) >= spare:
                 return evicted, tried
-            evicted += self._delete(txn, usage, start)
+            for start in victim:
+                evicted += self._delete(txn, usage, start)
         return evicted, len(victims)
 
     def _delete(self, txn: Any, usage: Usage, start: bytes) -> list[bytes]:
@@ -175,7 +182,7 @@ class BlockDB(Environment):
         """
         gone: list[bytes] = []
         while keys := self.keys(start, EVICT_AT_ONCE):
-            gone += self._with_room(partial(self._evict_all, keys, NEVER_ENOUGH))
+            gone += self._with_room(partial(self._evict_all, [(key,) for key in keys], NEVER_ENOUGH))[0]
         return gone
 
     def keys(self, start: bytes, most: int) -> list[bytes]:

@@ -190,6 +190,11 @@ class Environment:
         """Whether this process is a fork of the one that opened the shard."""
         return os.getpid() != self._pid
 
+    @property
+    def closing(self) -> bool:
+        """Whether close was called."""
+        return self._closing
+
     def check_open(self) -> None:
         """Raise StoreForked in the child of a fork, StoreClosed after close. Takes no lock, which a fork may hold."""
         if self.forked:

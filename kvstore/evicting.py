@@ -17,11 +17,11 @@ def evict_blocks(shard: Shard, keeper: Keeper, blocks: int) -> int:
     """Evict so many records, the worst first; how many went."""
     gone = 0
     while gone < blocks:
-        chosen = _worst(keeper, blocks - gone)
-        evicted = shard.db.evict(keeper.starts(chosen), NEVER_ENOUGH)
-        shard.gone(evicted)
+        victims = keeper.named(_worst(keeper, blocks - gone))
+        evicted, tried = shard.db.evict(victims, NEVER_ENOUGH)
+        shard.gone(evicted, victims[:tried])
         gone += len(evicted)
-        if not evicted:
+        if not victims:
             break
     return gone
 
@@ -52,7 +52,9 @@ def shrink(shard: Shard) -> None:
                 f"{db.folder}: capacity_bytes {db.capacity_bytes} is {missing} bytes less than its records need, "
                 'and with eviction="none" none may go: choose a policy, or keep the larger capacity'
             )
-        shard.gone(db.evict(shard.keeper.starts(shard.keeper.victims(NEVER_ENOUGH - 1)), spare))
+        victims = shard.keeper.named(shard.keeper.victims(NEVER_ENOUGH - 1))
+        evicted, tried = db.evict(victims, spare)
+        shard.gone(evicted, victims[:tried])
     db.compact()
 
 

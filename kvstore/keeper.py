@@ -13,7 +13,7 @@ from typing import Final
 import lmdb
 import numpy as np
 
-from kvstore.blockdb import BlockDB
+from kvstore.blockdb import BlockDB, Victim
 from kvstore.eviction import policy_named
 from kvstore.eviction_table import UInt64Array
 from kvstore.eviction_types import Chain, Policy, Records, Touches, hash_start, key_salt, policy_keys
@@ -50,6 +50,7 @@ class Keeper:
         leave a pin behind."""
         self._pinned: dict[object, Chain] = {}
         self._noted = clock()
+        self._learned = False
 
     def load(self) -> None:
         """Read what is stored now, and not in an engine's first call."""
@@ -72,10 +73,10 @@ class Keeper:
         made = [policy_keys(self._salt(key[:PREFIX_BYTES]), [key[PREFIX_BYTES:]]) for key in keys]
         return np.concatenate([np.empty(0, np.uint64), *made])
 
-    def starts(self, keys: UInt64Array) -> list[bytes]:
-        """What the index keys of policy keys may begin with: under each identity and group that is known."""
+    def named(self, keys: UInt64Array) -> list[Victim]:
+        """Policy keys as the database knows them: under each identity and group that is known."""
         prefixes = list(self._salts.items())
-        return [prefix + hash_start(salt, key) for key in keys.tolist() for prefix, salt in prefixes]
+        return [tuple(prefix + hash_start(salt, key) for prefix, salt in prefixes) for key in keys.tolist()]
 
     # --- what happens --------------------------------------------------------------------------------------------
 
@@ -100,6 +101,7 @@ class Keeper:
 
     def touch(self, chain: Chain) -> None:
         """A request came that wants these blocks."""
+        self._learned = True
         with self._use() as policy:
             policy.request(chain, self.clock())
 
@@ -142,7 +144,7 @@ class Keeper:
             policy.written(chain, stored, size, self.clock())
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Records with these index keys are here no more."""
+        """Records whose index keys are these, or begin so, are here no more."""
         if keys:
             with self._use() as policy:
                 policy.removed(self._policy_keys(keys))
@@ -155,11 +157,11 @@ class Keeper:
     # --- what lasts ----------------------------------------------------------------------------------------------
 
     def note(self, last: bool = False) -> dict[bytes, bytes]:
-        """What to write down of what was learned, once a minute, and at the last. Empty in between."""
+        """What to write down of what was learned, once a minute and at the last. Empty where there is nothing new."""
         now = self.clock()
-        if not last and abs(now - self._noted) < NOTE_INTERVAL_S:
+        if not self._learned or (not last and abs(now - self._noted) < NOTE_INTERVAL_S):
             return {}
-        self._noted = now
+        self._noted, self._learned = now, False
         with self._use() as policy:
             data = policy.snapshot()
         return {NOTE + self._name.encode(): data} if data else {}
@@ -167,8 +169,9 @@ class Keeper:
     def _load(self) -> Policy:
         policy = policy_named(self._name, self._max_age_s)
         try:
-            if data := self._db.note(NOTE + self._name.encode()):
-                policy.restore(data)
+            data = self._db.note(NOTE + self._name.encode())
+            if data and not policy.restore(data):
+                log.warning("%s: what eviction had learned cannot be read: it starts to learn anew", self._db.folder)
             policy.load(self._records(), self.clock())
         except lmdb.Error as error:
             log.warning("%s: eviction starts without what is stored: %s", self._db.folder, error)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from kvstore.blockdb import IDENTITY_PREFIX, NewRecord
+from kvstore.blockdb import IDENTITY_PREFIX, NewRecord, Victim
 from kvstore.checksum import UInt64Array, weighted_sums
 from kvstore.codec import CODECS
 from kvstore.eviction_types import Chain, Touches
@@ -63,8 +63,8 @@ class Save:
     hashes: list[bytes]
     span: Span
     parent: bytes | None
-    victims: list[bytes] = field(default_factory=list)
-    """What is still to be evicted for this put, in order: starts of index keys."""
+    victims: list[Victim] = field(default_factory=list)
+    """What is still to be evicted for this put, in order."""
 
     def run(self) -> PutResult:
         """Store what is not present, in transactions of bounded size."""
@@ -105,7 +105,7 @@ class Save:
         if keeper is None:
             return absent
         admitted, victims = keeper.admit(self.chain, absent, self.cost, self.spare)
-        self.victims.extend(keeper.starts(victims))
+        self.victims.extend(keeper.named(victims))
         return admitted
 
     @property
@@ -139,7 +139,6 @@ class Save:
         and a buffer is free. Nothing is tried any more once a whole transaction found the store full."""
         step, waiting = pool.nbytes // self.view.plan.raw_length, deque[Started]()
         batches = deque(todo[first : first + step] for first in range(0, todo.size, step))
-        outcomes |= dict.fromkeys(todo.tolist(), "store_full")
         while batches or waiting:
             buffer = None
             if batches and not waiting:
@@ -153,7 +152,8 @@ class Save:
             found = self._finish(started)
             pool.give_back(borrower, started.buffer)
             outcomes |= found
-            if set(found.values()) <= FULL:
+            if found and set(found.values()) <= FULL:
+                outcomes |= dict.fromkeys((i for i in todo.tolist() if i not in outcomes), next(iter(found.values())))
                 return
 
     def _start(self, indices: npt.NDArray[np.int64], buffer: Buffer) -> Started:
@@ -255,10 +255,10 @@ class Save:
         if keeper is None or self._held():
             return False
         needed = times * sum(map(record_cost, records.values()))
-        starts = [*self.victims, *keeper.starts(keeper.victims(needed))]
-        evicted = db.evict(starts, db.free_bytes() + needed)
+        victims = [*self.victims, *keeper.named(keeper.victims(needed))]
+        evicted, tried = db.evict(victims, db.free_bytes() + needed)
         self.victims.clear()
-        self.shard.gone(evicted)
+        self.shard.gone(evicted, victims[:tried])
         return bool(evicted)
 
     def _held(self) -> bool:
@@ -281,8 +281,8 @@ class Save:
             self.victims,
             self.spare,
         )
+        self.shard.gone(written.evicted, self.victims[: written.tried])
         del self.victims[: written.tried]
-        self.shard.gone(written.evicted)
         for index, new in zip(records, written.stored, strict=True):
             if new:
                 self.shard.refused.discard(self.keys[index])

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import lmdb
 
-from kvstore.blockdb import BlockDB
+from kvstore.blockdb import BlockDB, Victim
 from kvstore.cache import CacheGroup, PagedKVCache
 from kvstore.checksum import UInt64Array, block_checksum_tags
 from kvstore.codec import Codec
@@ -129,7 +129,18 @@ class Shard:
             return
         if self._executor is not None:
             self._executor.shutdown(wait=threading.current_thread() not in self._workers)
+        self._write_down()
         self.db.close()
+
+    def _write_down(self) -> None:
+        """Keep what eviction learned. It is a hint: a store that cannot keep it closes all the same."""
+        if self.keeper is None or self.db.closing:
+            return
+        try:
+            if learned := self.keeper.note(last=True):
+                self.db.write_notes(learned)
+        except (lmdb.Error, OSError):
+            log.exception("%s: what eviction learned could not be written down", self.db.folder)
 
     def usage(self) -> dict[str, int]:
         """The database's figures, none where LMDB cannot read them; that is counted and logged."""
@@ -141,11 +152,12 @@ class Shard:
             log.exception("%s: the accounting cannot be read", self.db.folder)
             return {}
 
-    def gone(self, keys: Sequence[bytes]) -> None:
-        """Records with these index keys were evicted or dropped."""
+    def gone(self, keys: Sequence[bytes], victims: Sequence[Victim] = ()) -> None:
+        """Records with these index keys were evicted or dropped. victims: what was to go, and if it was not there, is gone
+        as well."""
         self.counters.add("evicted", len(keys))
         if self.keeper is not None:
-            self.keeper.removed(keys)
+            self.keeper.removed([*keys, *(victim[0] for victim in victims if victim)])
 
     def staging(self, view: GroupView, purpose: str) -> StagingPool:
         """The pool for puts ("put"), whose buffers hold one transaction's blocks, or for gets ("get"); at least a block."""
