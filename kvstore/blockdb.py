@@ -107,8 +107,9 @@ class BlockDB(Environment):
         """Write records in one transaction, each replacing what lies under its key.
 
         notes: what `meta` must say besides, by key. keep(key, header): whether what lies under a key makes the new record
-        unnecessary. victims: what to evict, first to last, until `spare` bytes are free. Raises lmdb.MapFullError where the capacity is used up, lmdb.Error or OSError where writing
-        failed; then nothing of this call is stored, and nothing evicted.
+        unnecessary. victims: what to evict, first to last, until `spare` bytes are free. Raises lmdb.MapFullError where
+        the capacity is used up, lmdb.Error or OSError where writing failed; then nothing of this call is stored, and nothing
+        evicted.
         """
         return self._with_room(lambda: self._write_all(records, notes, keep, victims, spare))
 

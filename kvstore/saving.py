@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections import deque
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -25,7 +26,7 @@ from kvstore.route import Gathered, Staged, Transfer
 from kvstore.shard import GroupView, Shard
 from kvstore.space import estimated_bytes, record_bytes
 from kvstore.span import Span
-from kvstore.staging import STAGING_BUFFERS, Buffer, StagingPool
+from kvstore.staging import Buffer, StagingPool
 
 log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
@@ -46,6 +47,36 @@ class Started:
     buffer: Buffer
     staged: Staged
     gathered: Gathered
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """One transaction's records, by their blocks' indices."""
+
+    started: Started
+    records: dict[int, NewRecord]
+
+
+@dataclass(frozen=True, eq=False)
+class Writing:
+    """One transaction that is being written. result: of its records, by index: "stored", "present" or why it failed."""
+
+    started: Started
+    result: Future[dict[int, str]]
+
+    def outcomes(self) -> dict[int, str]:
+        """What became of its blocks, once it has ended."""
+        return dict.fromkeys(self.started.indices.tolist(), "source_changed") | self.result.result()
+
+    @property
+    def found_no_room(self) -> bool:
+        """Whether the store is full for all of its records."""
+        return bool(self.result.result()) and set(self.result.result().values()) <= FULL
+
+    @property
+    def reason(self) -> str:
+        """The reason of the first record."""
+        return next(iter(self.result.result().values()))
 
 
 @dataclass(eq=False)
@@ -135,39 +166,60 @@ class Save:
         )
 
     def _save(self, todo: npt.NDArray[np.int64], pool: StagingPool, borrower: object, outcomes: dict[int, str]) -> None:
-        """Store blocks, a transaction at a time, the next one's being gathered meanwhile where the transfer can do that
-        and a buffer is free. Nothing is tried any more once a whole transaction found the store full."""
-        step, waiting = pool.nbytes // self.view.plan.raw_length, deque[Started]()
+        """Store blocks, a transaction at a time. While one is being written the next is gathered, summed and hashed, as
+        far as buffers are free. Nothing is tried any more once a whole transaction found the store full."""
+        step = pool.nbytes // self.view.plan.raw_length
         batches = deque(todo[first : first + step] for first in range(0, todo.size, step))
-        while batches or waiting:
-            buffer = None
-            if batches and not waiting:
-                buffer = pool.borrow(borrower)
-            elif batches and self.transfer.ahead and len(waiting) < STAGING_BUFFERS:
-                buffer = pool.try_borrow(borrower)
-            if buffer is not None:
-                waiting.append(self._start(batches.popleft(), buffer))
-                continue
-            started = waiting.popleft()
-            found = self._finish(started)
-            pool.give_back(borrower, started.buffer)
-            outcomes |= found
-            if found and set(found.values()) <= FULL:
-                outcomes |= dict.fromkeys((i for i in todo.tolist() if i not in outcomes), next(iter(found.values())))
-                return
+        waiting, ready, writing = deque[Started](), deque[Ready](), deque[Writing]()
+        try:
+            while batches or waiting or ready or writing:
+                idle = not (waiting or ready or writing)
+                buffer = self._free_buffer(pool, borrower, idle, bool(waiting)) if batches else None
+                if buffer is not None:
+                    waiting.append(self._start(batches.popleft(), buffer))
+                elif waiting and not ready:
+                    ready.append(self._make_ready(waiting.popleft()))
+                elif ready and not writing:
+                    writing.append(self._begin_write(ready.popleft(), last=not (batches or waiting)))
+                else:
+                    ended = writing.popleft()
+                    outcomes |= ended.outcomes()
+                    pool.give_back(borrower, ended.started.buffer)
+                    if ended.found_no_room:
+                        outcomes |= dict.fromkeys((i for i in todo.tolist() if i not in outcomes), ended.reason)
+                        return
+        finally:
+            # Whatever happens, no transaction may still read a buffer that is given back.
+            wait([each.result for each in writing])
+
+    def _free_buffer(self, pool: StagingPool, borrower: object, idle: bool, gathering: bool) -> Buffer | None:
+        """A buffer for the next transaction's blocks, where they can be on their way already; the first is waited for."""
+        if idle:
+            return pool.borrow(borrower)
+        if self.transfer.ahead or (self.shard.config.sync and not gathering):
+            return pool.try_borrow(borrower)
+        return None
 
     def _start(self, indices: npt.NDArray[np.int64], buffer: Buffer) -> Started:
         span, staged = self.span.take(indices), self.view.route.stage(buffer, indices.size)
         return Started(indices, span, buffer, staged, self.transfer.gather(span, staged))
 
-    def _finish(self, started: Started) -> dict[int, str]:
-        """Store one transaction's blocks: {index: "stored", "present" or the reason of a failure}."""
+    def _begin_write(self, ready: Ready, last: bool) -> Writing:
+        """Write records, in the shard's own thread where that waits for a disk and there is something to do meanwhile."""
+        if self.shard.config.sync and not last:
+            return Writing(ready.started, self.shard.write_meanwhile(self._write, ready.records))
+        done: Future[dict[int, str]] = Future()
+        done.set_result(self._write(ready.records))
+        return Writing(ready.started, done)
+
+    def _make_ready(self, started: Started) -> Ready:
+        """The records of one transaction's blocks, without those whose bytes do not sum to their source's."""
         count, records = started.indices.size, dict[int, NewRecord]()
         part_bytes = self.view.route.part_bytes
         step = count if part_bytes is None else max(1, part_bytes // self.view.plan.raw_length)
         for first in range(0, count, step):
             records |= self._stage(started, first, min(first + step, count))
-        return dict.fromkeys(started.indices.tolist(), "source_changed") | self._write(records)
+        return Ready(started, records)
 
     def _stage(self, started: Started, first: int, end: int) -> dict[int, NewRecord]:
         """Records of the staged blocks first to end - 1; left out are those whose bytes do not sum to their source's."""

@@ -96,6 +96,7 @@ class Shard:
     refused: Refused = field(default_factory=Refused)
     _pools: dict[Hashable, StagingPool] = field(default_factory=dict)
     _executor: ThreadPoolExecutor | None = None
+    _writer: ThreadPoolExecutor | None = None
     _workers: set[threading.Thread] = field(default_factory=set)
     _executor_lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -120,6 +121,13 @@ class Shard:
             except RuntimeError:
                 raise StoreClosed(f"{self.db.folder} is being closed: open the store again") from None
 
+    def write_meanwhile(self, call: Callable[..., T], *arguments: object) -> Future[T]:
+        """Run a call's transaction in the one thread that is kept for that. For calls that have entered the database."""
+        with self._executor_lock:
+            if self._writer is None:
+                self._writer = ThreadPoolExecutor(1, "kvstore-writer")
+            return self._writer.submit(call, *arguments)
+
     def close(self) -> None:
         """Finish submitted calls, then close the database. In a fork's child, which has none of the threads, nothing.
 
@@ -131,6 +139,8 @@ class Shard:
             self._executor.shutdown(wait=threading.current_thread() not in self._workers)
         self._write_down()
         self.db.close()
+        if self._writer is not None:
+            self._writer.shutdown(wait=False)
 
     def _write_down(self) -> None:
         """Keep what eviction learned. It is a hint: a store that cannot keep it closes all the same."""
