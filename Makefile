@@ -4,15 +4,16 @@ VENV   := .venv
 READY  := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench venv clean
+.PHONY: help demo test lint campaign bench venv clean
 
 help:
-	@echo "make demo   the whole way with a real model, on the CPU"
-	@echo "make test   linters, types and tests"
-	@echo "make lint   linters and types alone"
-	@echo "make bench  put and get against this machine's limits"
-	@echo "make venv   set .venv up (the others do it by themselves)"
-	@echo "make clean  remove .venv and what was built"
+	@echo "make demo      the whole way with a real model, on the CPU"
+	@echo "make test      linters, types and tests"
+	@echo "make lint      linters and types alone"
+	@echo "make campaign  fault campaigns: kills, power loss, damage, failing system calls; needs strace"
+	@echo "make bench     put and get against this machine's limits"
+	@echo "make venv      set .venv up (the others do it by themselves)"
+	@echo "make clean     remove .venv and what was built"
 
 # Rebuilt when pyproject.toml changes, so that a second run costs nothing.
 $(READY): pyproject.toml tools/setup_venv.py
@@ -30,6 +31,9 @@ lint: $(READY)
 
 test: lint
 	$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+campaign: $(READY)
+	$(VENV)/bin/python -m tests.campaign $(CAMPAIGN_ARGS)
 
 bench: $(READY)
 	$(VENV)/bin/kvstore bench $(BENCH_ARGS)

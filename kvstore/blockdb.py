@@ -13,11 +13,11 @@ from typing import Any, Final, TypeVar
 
 import lmdb
 
-from kvstore.environment import Environment
+from kvstore.environment import POLL_SECONDS, Environment
 from kvstore.quarantine import Quarantine
 from kvstore.record import MAX_HEADER_BYTES, Header, chunk_key, parse_header
 from kvstore.results import Rejection
-from kvstore.space import READERS_BEHIND, oldest_snapshot, usable_bytes, used_bytes
+from kvstore.space import OVERDRAFT_BYTES, READERS_BEHIND, oldest_snapshot, usable_bytes, used_bytes
 from kvstore.storefile import DATA_NAME
 from kvstore.usage import MAX_SEQUENCE, Usage
 
@@ -25,6 +25,8 @@ IDENTITY_PREFIX: Final = b"identity:"
 USAGE_KEY: Final = b"usage"
 EVICT_AT_ONCE: Final = 256
 """Records that one transaction deletes at most: each frees up to some thousand pages, which the free list then names."""
+READER_PATIENCE_S: Final = 0.5
+"""How long a deletion waits for loads to end whose snapshots keep freed pages."""
 NEVER_ENOUGH: Final = 2**63
 QUARANTINE_SHARE: Final = 8
 """Condemned records take at most this share of the capacity: they cannot be evicted."""
@@ -80,9 +82,14 @@ class BlockDB(Environment):
     """One shard. Owned by one KVStore; threads, forks and close as Environment."""
 
     def __init__(self, folder: Path, capacity_bytes: int, sync: bool, writable: bool, quarantine_bytes: int) -> None:
+        self._quarantine_bytes = quarantine_bytes
         super().__init__(folder, capacity_bytes, sync, writable)
-        self.quarantine = Quarantine(self._quarantined, min(quarantine_bytes, self.capacity_bytes // QUARANTINE_SHARE))
         self._freed = writable
+
+    def _environment(self, map_size: int, new: bool) -> None:
+        super()._environment(map_size, new)
+        most = min(self._quarantine_bytes, self.capacity_bytes // QUARANTINE_SHARE)
+        self.quarantine = Quarantine(self._quarantined, most)
 
     @contextmanager
     def read(self) -> Iterator[ReadView]:
@@ -95,6 +102,23 @@ class BlockDB(Environment):
         with self._begin() as txn:
             found = txn.get(IDENTITY_PREFIX + identity_id, db=self._meta)
             return None if found is None else bytes(found)
+
+    def identities(self) -> dict[bytes, bytes]:
+        """What was stored as canonical JSON for each identity id; nothing of it is trusted."""
+        with self._begin() as txn, txn.cursor(db=self._meta) as cursor:
+            there: Iterator[Any] = cursor.iternext() if cursor.set_range(IDENTITY_PREFIX) else iter(())
+            named = takewhile(
+                lambda item: item[0].startswith(IDENTITY_PREFIX), ((bytes(k), bytes(v)) for k, v in there)
+            )
+            return {name.removeprefix(IDENTITY_PREFIX): text for name, text in named}
+
+    def forget(self, identity_id: bytes) -> None:
+        """Delete an identity's JSON; its records stay. Raises lmdb.Error or OSError."""
+        self._with_room(partial(self._forget, identity_id))
+
+    def _forget(self, identity_id: bytes) -> None:
+        with self._write() as txn:
+            txn.delete(IDENTITY_PREFIX + identity_id, db=self._meta)
 
     def write(
         self,
@@ -129,6 +153,8 @@ class BlockDB(Environment):
             stored = [self._put(txn, record, usage, keep) for record in records]
             evicted, tried = self._evict_until(txn, usage, victims, spare)
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
+            if any(stored) and self._free(txn) < -OVERDRAFT_BYTES:
+                raise lmdb.MapFullError("what deleting needs would be used up")
         return Written(stored, evicted, tried)
 
     def write_notes(self, notes: Mapping[bytes, bytes]) -> None:
@@ -143,10 +169,24 @@ class BlockDB(Environment):
         """
         evicted, tried = list[bytes](), 0
         while tried < len(victims) and self.free_bytes() < spare:
-            some = victims[tried : tried + EVICT_AT_ONCE]
-            gone, count = self._with_room(partial(self._evict_all, some, spare))
+            gone, count = self._evict_some(victims[tried : tried + EVICT_AT_ONCE], spare)
             evicted, tried = evicted + gone, tried + count
         return evicted, tried
+
+    def _evict_some(self, victims: Sequence[Victim], spare: int) -> tuple[list[bytes], int]:
+        """Evict the first of the victims in one transaction: all, or fewer where there is no room for copies of the pages
+        that it changes. Small records share pages with others, and free none until the last one on a page goes; and loads
+        of this process keep what was freed for as long as they read."""
+        deadline = time.monotonic() + READER_PATIENCE_S
+        while True:
+            try:
+                return self._with_room(partial(self._evict_all, victims, spare))
+            except lmdb.MapFullError:
+                if len(victims) == 1 and time.monotonic() > deadline:
+                    raise
+            if len(victims) == 1:
+                time.sleep(POLL_SECONDS)
+            self._freed, victims = True, victims[: max(1, len(victims) // 2)]
 
     def _evict_all(self, victims: Sequence[Victim], spare: int) -> tuple[list[bytes], int]:
         with self._write() as txn:
@@ -181,9 +221,12 @@ class BlockDB(Environment):
 
         Raises lmdb.Error or OSError where writing failed; what went before is gone.
         """
-        gone: list[bytes] = []
+        gone, fruitless = list[bytes](), list[bytes]()
         while keys := self.keys(start, EVICT_AT_ONCE):
-            gone += self._with_room(partial(self._evict_all, [(key,) for key in keys], NEVER_ENOUGH))[0]
+            found = self._evict_some([(key,) for key in keys], NEVER_ENOUGH)[0]
+            if not found and keys == fruitless:
+                raise lmdb.CorruptedError("what the index lists cannot be found in it")
+            gone, fruitless = gone + found, [] if found else keys
         return gone
 
     def keys(self, start: bytes, most: int) -> list[bytes]:

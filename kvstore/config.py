@@ -15,7 +15,8 @@ MAX_CAPACITY: Final = 2**46
 MAX_BATCH: Final = 2**32
 """4 GiB: each of two staging buffers takes as much."""
 BATCH_SHARE: Final = 32
-SPARE_SHARE: Final = 8
+SPARE_SHARE: Final = 20
+MOST_SPARE_SHARE: Final = 8
 NO_EVICTION: Final = "none"
 DURABILITIES: Final = ("commit", "process")
 
@@ -81,9 +82,10 @@ class StoreConfig:
 
     @property
     def spare_bytes(self) -> int:
-        """What eviction keeps free, so that a transaction always finds room: its own bytes, and those that the two before
-        it freed, which LMDB hands out two transactions later."""
-        return min(3 * self.write_batch_bytes, self.capacity_bytes // SPARE_SHARE)
+        """What eviction keeps free, so that a transaction always finds room: its own bytes, those that the two before it
+        freed, which LMDB hands out two transactions later, and enough for a chunk to find a run of pages among them."""
+        wanted = max(3 * self.write_batch_bytes, self.capacity_bytes // SPARE_SHARE)
+        return min(wanted, self.capacity_bytes // MOST_SPARE_SHARE)
 
 
 def _check(name: str, value: object, least: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import shutil
 import threading
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import lmdb
-import numpy as np
 
 from kvstore.errors import (
     ConfigError,
@@ -28,6 +26,7 @@ from kvstore.errors import (
     StorePathError,
     StorePermissionError,
 )
+from kvstore.memory import check_mappable, keep_freed_memory
 from kvstore.space import used_bytes
 from kvstore.storefile import (
     DATA_NAME,
@@ -58,6 +57,7 @@ LOCK_BYTES: Final = 10 * PAGE_BYTES
 """64 bytes a reader, and a header."""
 DATABASES: Final = (b"meta", b"index", b"payload", b"quarantine")
 CLOSE_TIMEOUT: Final = 60.0
+REVIVE_PATIENCE_S: Final = 5.0
 POLL_SECONDS: Final = 0.002
 """How often a call that waits for others looks again. No condition variable: a signal may raise inside its Python code
 and leave its lock held."""
@@ -78,13 +78,15 @@ class Environment:
         self.oversized = False
         """Whether the file is larger than the capacity: until `compact`, LMDB maps all of it."""
         if writable:
-            _check_mappable(self.capacity_bytes)
+            check_mappable(self.capacity_bytes)
         self._pid = os.getpid()
         self._gate = threading.Lock()
         self.calls: set[object] = set()
         self._closing, self._closed = False, False
         self._maps = 0
         self._waiting: set[object] = set()
+        self._broken = False
+        """Whether LMDB refuses every transaction: it does so once it could not write a meta page."""
         self._write_lock = threading.Lock()
         self._opened_as = claim(folder)
         try:
@@ -134,7 +136,10 @@ class Environment:
         if state is None and self.writable:
             self.store_file.write(StoreState(os.urandom(16), boot_id(), False, time.time_ns() // 1000))
             sync_folder(self.folder)
-        elif self.writable and not data.exists():
+        elif self.writable and not (data.exists() and data.stat().st_size):
+            if state is not None and state.clean:
+                log.warning("%s: emptied: %s had records, and is missing or empty", self.folder, DATA_NAME)
+                self.emptied = True
             self._mark(clean=False)
 
     def _map_bytes(self) -> int:
@@ -170,7 +175,7 @@ class Environment:
             raise
         self._meta, self._index, self._payload, self._quarantined = opened
         if self.writable:
-            _keep_freed_memory()
+            keep_freed_memory()
 
     def _cannot_open(self, error: lmdb.Error, new: bool) -> KVStoreError:
         """What LMDB's refusal to open the shard means."""
@@ -213,9 +218,33 @@ class Environment:
         torn from its `finally`, as the exit of a context manager can. Raises StoreClosed or StoreForked.
         """
         self.check_open()
+        if self._broken:
+            self._revive()
         with self._gate:
             self.check_open()
             self.calls.add(token)
+
+    def _revive(self) -> None:
+        """Open LMDB anew once no call is in flight: none enters meanwhile, and those in flight end soon. What one of them
+        waits for must not wait here for long (a signal handler's call)."""
+        deadline = time.monotonic() + REVIVE_PATIENCE_S
+        while self._broken and not self._closing and time.monotonic() < deadline:
+            with self._gate:
+                if self._broken and not self.calls and not self._closing:
+                    self._reopen()
+                    return
+            time.sleep(POLL_SECONDS)
+
+    def _reopen(self) -> None:
+        """Where that fails every transaction does, until a later call succeeds with it."""
+        self._env.close()
+        try:
+            self._environment(self._map_bytes(), new=False)
+        except (lmdb.Error, OSError) as error:
+            log.error("%s: LMDB failed to write, and cannot be opened anew: %s", self.folder, error)
+        else:
+            self._broken = False
+            log.warning("%s: LMDB failed to write, and was opened anew", self.folder)
 
     def _begin(self) -> Any:
         """A read transaction for a call. Another process may have grown the file past the map."""
@@ -248,8 +277,23 @@ class Environment:
         with self._write_lock:
             if not self.sync:
                 self._mark(clean=False)
-            with self._env.begin(write=True) as txn:
-                yield txn
+            try:
+                with self._env.begin(write=True) as txn:
+                    yield txn
+            except lmdb.Error:
+                self._note_panic()
+                raise
+            except SystemError as error:
+                # What py-lmdb makes of LMDB's error where a cursor deletes in a damaged tree.
+                raise (error.__cause__ if isinstance(error.__cause__, lmdb.Error) else error) from None
+
+    def _note_panic(self) -> None:
+        try:
+            self._env.begin().abort()
+        except lmdb.PanicError:
+            self._broken = True
+        except lmdb.Error:
+            pass
 
     def compact(self) -> None:
         """Rewrite the file without its free pages and put it in the old one's place. The caller alone uses the environment.
@@ -342,26 +386,6 @@ class Environment:
             self.store_file.close()
             release(self._opened_as)
             self._closed = True
-
-
-def _check_mappable(nbytes: int) -> None:
-    """Raise ConfigError where this process cannot map so much, before anything on disk is touched."""
-    try:
-        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ).close()
-    except OSError as error:
-        raise ConfigError(
-            f"capacity_bytes {nbytes} cannot be mapped ({error.strerror}): choose a smaller one"
-        ) from None
-
-
-def _keep_freed_memory() -> None:
-    """Have glibc's malloc keep what LMDB frees after each transaction.
-
-    LMDB allocates its dirty pages anew in each transaction; by default glibc maps and unmaps them, and the kernel
-    clears every page again, which takes longer than the copy. Freeing one allocation of just under 32 MiB raises
-    both of glibc's thresholds (mallopt(3), M_MMAP_THRESHOLD: the dynamic threshold). Untouched, it costs no memory.
-    """
-    np.empty(32 * 2**20 - 2**16, np.uint8)
 
 
 _NEVER: Final = StoreState(b"", b"", True, 0)

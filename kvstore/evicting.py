@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
 import numpy as np
 
 from kvstore.blockdb import NEVER_ENOUGH
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError, StorePathError
 from kvstore.keeper import Keeper
 from kvstore.shard import Shard
 
@@ -13,12 +18,25 @@ GUESSED_BYTES = 2**20
 """Of a record, before its size is known."""
 
 
+@contextmanager
+def _deletion_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except KVStoreError:
+        raise
+    except (lmdb.Error, OSError) as error:
+        raise StorePathError(
+            f"{folder}: records could not be deleted: {error}: what went before is gone; look at the disk"
+        ) from error
+
+
 def evict_blocks(shard: Shard, keeper: Keeper, blocks: int) -> int:
-    """Evict so many records, the worst first; how many went."""
+    """Evict so many records, the worst first; how many went. Raises StorePathError where writing failed."""
     gone = 0
     while gone < blocks:
         victims = keeper.named(_worst(keeper, blocks - gone))
-        evicted, tried = shard.db.evict(victims, NEVER_ENOUGH)
+        with _deletion_errors(shard.db.folder):
+            evicted, tried = shard.db.evict(victims, NEVER_ENOUGH)
         shard.gone(evicted, victims[:tried])
         gone += len(evicted)
         if not victims:
@@ -40,8 +58,13 @@ def shrink(shard: Shard) -> None:
     """Make a file that is larger than its capacity fit: evict, then compact. Before anyone else uses the shard.
 
     Raises ConfigError where nothing may be evicted, StorePathError or StoreBusy where the file cannot be compacted,
-    lmdb.Error or OSError where evicting failed; what was evicted until then is gone.
+    StorePathError where evicting failed; what was evicted until then is gone.
     """
+    with _deletion_errors(shard.db.folder):
+        _shrink(shard)
+
+
+def _shrink(shard: Shard) -> None:
     db, spare = shard.db, shard.config.spare_bytes
     db.check_compactable()
     db.trim_quarantine()
@@ -59,7 +82,9 @@ def shrink(shard: Shard) -> None:
 
 
 def drop_records(shard: Shard, start: bytes) -> int:
-    """Delete all records whose index keys begin with `start`; how many there were."""
-    gone = shard.db.drop(start)
+    """Delete all records whose index keys begin with `start`; how many there were. Raises StorePathError
+    where writing failed."""
+    with _deletion_errors(shard.db.folder):
+        gone = shard.db.drop(start)
     shard.gone(gone)
     return len(gone)

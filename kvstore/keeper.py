@@ -70,7 +70,12 @@ class Keeper:
         return salt if salt is not None else self._salts.setdefault(prefix, key_salt(prefix))
 
     def _policy_keys(self, keys: Iterable[bytes]) -> UInt64Array:
-        made = [policy_keys(self._salt(key[:PREFIX_BYTES]), [key[PREFIX_BYTES:]]) for key in keys]
+        """What a damaged tree may hold beside index keys is left out."""
+        groups: dict[bytes, list[bytes]] = {}
+        for key in keys:
+            if len(key) >= PREFIX_BYTES + 8:
+                groups.setdefault(key[:PREFIX_BYTES], []).append(key[PREFIX_BYTES:])
+        made = [policy_keys(self._salt(prefix), hashes) for prefix, hashes in groups.items()]
         return np.concatenate([np.empty(0, np.uint64), *made])
 
     def named(self, keys: UInt64Array) -> list[Victim]:

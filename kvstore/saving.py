@@ -135,7 +135,11 @@ class Save:
         keeper = self.shard.keeper
         if keeper is None:
             return absent
-        admitted, victims = keeper.admit(self.chain, absent, self.cost, self.spare)
+        try:
+            admitted, victims = keeper.admit(self.chain, absent, self.cost, self.spare)
+        except lmdb.Error:
+            log.exception("%s: put could not ask for the room that is left, and tries", self.shard.db.folder)
+            return absent
         self.victims.extend(keeper.named(victims))
         return admitted
 

@@ -12,6 +12,9 @@ LARGE_VALUE: Final = PAGE_BYTES // 2 - PAGE_HEADER
 """Values of more bytes lie on pages of their own."""
 FIXED_PAGES: Final = 64
 """Set aside for the meta pages, the free list, and the inner pages that a transaction copies."""
+OVERDRAFT_BYTES: Final = FIXED_PAGES // 2 * PAGE_BYTES
+"""What records may take of that where nothing is evicted. The rest stays: to delete is to copy pages, and a file without
+a free one could never be emptied."""
 SHARE: Final = 256
 """One page of so many is set aside as well."""
 READERS_BEHIND: Final = 2

@@ -205,7 +205,8 @@ class KVStore:
         """Evict so many blocks of the shard, of any identity, those first that eviction would choose. Returns how many
         went: fewer where loads in flight need the rest.
 
-        Raises ConfigError for a number below 0 or a store that does not evict, ReadOnlyStore, StoreClosed or StoreForked.
+        Raises ConfigError for a number below 0 or a store that does not evict, StorePathError where writing failed (what
+        went before is gone), ReadOnlyStore, StoreClosed or StoreForked.
         """
         keeper = self._keeper()
         if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 0:
@@ -215,7 +216,7 @@ class KVStore:
     def clear(self) -> int:
         """Delete every record of the shard, of any identity; quarantine stays. Returns how many went.
 
-        Raises ReadOnlyStore, StoreClosed or StoreForked.
+        Raises StorePathError where writing failed (what went before is gone), ReadOnlyStore, StoreClosed or StoreForked.
         """
         self._check_writable()
         return self._run(lambda: drop_records(self._shard, b""))

@@ -5,6 +5,7 @@ It is read before LMDB opens anything, since opening already writes. docs/format
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -131,7 +132,7 @@ class StoreFile:
     is closed at the fork, so that it cannot keep the lock. Not thread-safe: its BlockDB owns it."""
 
     def __init__(self, folder: Path, writable: bool) -> None:
-        self.path = folder / STORE_NAME
+        self.path, self._writable = folder / STORE_NAME, writable
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         with path_errors(self.path, "expected a shard that a writer has made"):
             self._fd = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
@@ -154,14 +155,22 @@ class StoreFile:
             ) from None
 
     def _read(self) -> StoreState | None:
+        """None in a shard that is still to be made, also where its making was interrupted: the first slot may be torn."""
         data = os.pread(self._fd, 2 * SLOT_STRIDE, 0)
-        return parse_store(data, self.path) if data else None
+        try:
+            return parse_store(data, self.path) if data else None
+        except StoreDamaged:
+            if self._writable and not (self.path.parent / DATA_NAME).exists():
+                return None
+            raise
 
     def write(self, state: StoreState) -> None:
         """Write the state durably, into the slot that the current one does not use. Raises OSError."""
         generation = 1 if self.state is None else self.state.generation + 1
         written = replace(state, generation=generation)
-        os.pwrite(self._fd, written.encode().ljust(SLOT_STRIDE, b"\0"), SLOT_STRIDE * (generation % 2))
+        slot = written.encode().ljust(SLOT_STRIDE, b"\0")
+        if os.pwrite(self._fd, slot, SLOT_STRIDE * (generation % 2)) != len(slot):
+            raise OSError(errno.EIO, "a slot was written in part")
         os.fsync(self._fd)
         self.state = written
 

@@ -125,6 +125,11 @@ class Raw:
         with self._db._env.begin() as txn, txn.cursor(db=self._db._payload) as cursor:
             return {bytes(k): bytes(v) for k, v in cursor}
 
+    def chunk(self, key: bytes) -> bytes:
+        """One chunk."""
+        with self._db._env.begin() as txn:
+            return bytes(txn.get(key, db=self._db._payload))
+
     def put_chunk(self, key: bytes, value: bytes | None) -> None:
         """Replace a chunk, or delete it."""
         self._replace(self._db._payload, key, value)

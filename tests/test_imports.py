@@ -20,7 +20,7 @@ MAX_LINES = 400
 RANKS: tuple[tuple[str, ...], ...] = (
     # words and errors
     ("errors", "eviction_table", "results", "loops_numba", "planes_numpy", "space"),
-    ("checksum", "eviction_hazard", "eviction_order", "eviction_types", "planes_numba", "storefile"),
+    ("checksum", "eviction_hazard", "eviction_order", "eviction_types", "memory", "planes_numba", "storefile"),
     ("eviction_entries", "planes"),
     ("codec", "eviction_leaves"),
     ("eviction_choice",),
@@ -53,6 +53,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     # command lines
     ("tools",),
     ("tools.bench_limits", "tools.bench_report", "tools.bench_subject"),
+    ("tools.bench_steady",),
     ("tools.gpu_device", "tools.gpu_report", "tools.gpu_torch"),
     ("tools.gpu_host_cost", "tools.gpu_memory", "tools.gpu_transfers"),
     ("tools.gpu_cases",),
@@ -60,7 +61,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("tools.gpu_run",),
     ("tools.bench_gpu",),
     ("tools.demo_damage", "tools.demo_text", "tools.model", "tools.setup_venv"),
-    ("tools.bench", "tools.demo_model"),
+    ("tools.bench", "tools.demo_model", "tools.drop", "tools.replay"),
     ("tools.demo_second",),
     ("tools.bench_codec", "tools.cli", "tools.demo"),
 )

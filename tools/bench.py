@@ -49,7 +49,7 @@ def run(
     """
     for layout in layouts:
         geometry.check(layout)
-    base = path or Path(os.environ.get("TMPDIR") or ".")
+    base = base_folder(path)
     _check_room(geometry, base)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=base) as folder:
         found = {layout: _layout(geometry, layout, repeat, Path(folder), tick) for layout in layouts}
@@ -67,6 +67,14 @@ def run(
     }
 
 
+def base_folder(path: Path | None) -> Path:
+    """Where temporary files go. Raises BenchError where there is no such folder."""
+    base = path or Path(os.environ.get("TMPDIR") or ".")
+    if not base.is_dir():
+        raise BenchError(f"--path {base}: expected a folder that is there already; a temporary one is made in it")
+    return base
+
+
 def _describe(geometry: Geometry) -> dict[str, Any]:
     names = ("blocks", "layers", "heads", "tokens", "head_size", "dtype", "seed")
     derived = ("cell_bytes", "block_bytes", "total_bytes")
@@ -74,8 +82,6 @@ def _describe(geometry: Geometry) -> dict[str, Any]:
 
 
 def _check_room(geometry: Geometry, base: Path) -> None:
-    if not base.is_dir():
-        raise BenchError(f"--path {base}: expected a folder that is there already; a temporary one is made in it")
     total = geometry.total_bytes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     disk = shutil.disk_usage(base).free

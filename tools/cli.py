@@ -6,6 +6,7 @@ A further command is a function under `@app.command()`. It may raise any KVStore
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +18,11 @@ from typer.core import TyperGroup
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools import bench as benchmark
-from kvstore.tools import bench_gpu
+from kvstore.tools import bench_gpu, bench_steady
+from kvstore.tools import drop as dropping
+from kvstore.tools import replay as replaying
 from kvstore.tools.bench_report import render
-from kvstore.tools.bench_subject import Geometry
+from kvstore.tools.bench_subject import MIB, Geometry
 
 MISUSE = 2
 """The exit status of a command that could not do what it was asked for."""
@@ -66,6 +69,8 @@ def main(
 
 DEVICE_OPTIONS = {"device", "path", "as_json"}
 """Options of `bench` that say something on a device too."""
+STEADY_OPTIONS = {"steady", "capacity_mib", "path", "seed", "as_json"}
+"""Options of `bench` that say something with --steady too."""
 
 
 @app.command()
@@ -89,6 +94,10 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bytes and of the order of block ids.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    steady: Annotated[
+        bool, typer.Option("--steady", help="Measure a store that has been full for long, and cold reads, instead.")
+    ] = False,
+    capacity_mib: Annotated[int, typer.Option(min=64, help="With --steady: the store's capacity in MiB.")] = 512,
     device: Annotated[
         str, typer.Option(help="`cpu`, or a CUDA device (`cuda`, `cuda:1`): its kernels are proved, then measured.")
     ] = "cpu",
@@ -104,13 +113,20 @@ def bench(
     - `kvstore bench`
     - `kvstore bench --path /var/lib/kvstore --repeat 21 --json > bench.json`
     - `kvstore bench --layers 48 --heads 4 --tokens 32 --dtype float16 --layouts B2NHD`
+    - `kvstore bench --steady --path /var/lib/kvstore`
     - `kvstore bench --device cuda`
+
+    With `--steady` ten times `--capacity-mib` are written, with the oldest blocks going first and with random victims. It
+    takes `--path`, `--seed` and `--json` besides, and 2.5 times the capacity of disk.
 
     On a device (docs/gpu.md) it measures geometries and sizes of its own, takes `--path` and `--json` of the other options,
     and without `--json` writes bench_gpu.json to the current folder besides the table.
     """
     if device != "cpu":
         raise typer.Exit(_bench_device(context, device, path, as_json))
+    if steady:
+        _check_options(context, STEADY_OPTIONS, "--steady: the steady state has geometries of its own")
+        return _bench_steady(path, capacity_mib, seed, as_json)
     geometry = Geometry(blocks, layers, heads, tokens, head_size, dtype, seed)
     words = [word.strip() for word in layouts.split(",") if word.strip()] or [""]
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -127,17 +143,102 @@ def bench(
         Console().print(render(report))
 
 
+def _check_options(context: typer.Context, allowed: set[str], reason: str) -> None:
+    """Raise ConfigError for options that were given and say nothing here."""
+    given = {name for name in context.params if (s := context.get_parameter_source(name)) and s.name == "COMMANDLINE"}
+    if others := sorted(f"--{name.replace('_', '-')}" for name in given - allowed):
+        raise ConfigError(f"{', '.join(others)} with {reason}, leave it out")
+
+
+def _bench_steady(path: Path | None, capacity_mib: int, seed: int, as_json: bool) -> None:
+    base = benchmark.base_folder(path)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=base) as folder,
+        Progress(*columns, console=console, transient=True, disable=as_json or not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("", total=bench_steady.num_steps())
+        report = bench_steady.run(
+            Path(folder),
+            capacity_mib * MIB,
+            seed,
+            lambda what: progress.update(task, advance=1, description=what),
+        )
+    typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(bench_steady.lines(report)))
+
+
 def _bench_device(context: typer.Context, device: str, path: Path | None, as_json: bool) -> int:
     """The GPU benchmark's exit status. Raises ConfigError for options that only the CPU's has."""
-    given = {name for name in context.params if (s := context.get_parameter_source(name)) and s.name == "COMMANDLINE"}
-    if others := sorted(f"--{name.replace('_', '-')}" for name in given - DEVICE_OPTIONS):
-        raise ConfigError(
-            f"{', '.join(others)} with --device {device}: the GPU benchmark has geometries and sizes of its own, leave it out"
-        )
+    _check_options(context, DEVICE_OPTIONS, f"--device {device}: the GPU benchmark has geometries and sizes of its own")
     if not device.startswith("cuda"):
         raise ConfigError(f"--device {device}: expected cpu, cuda, or a CUDA device such as cuda:1")
     options = [*(["--path", str(path)] if path else []), *(["--json", "-"] if as_json else [])]
     return bench_gpu.main(["--device", device, *options])
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A file of JSON lines with `timestamp` and `hash_ids`.")],
+    capacity_blocks: Annotated[int, typer.Option(help="How many blocks the store has room for.")],
+    policy: Annotated[str, typer.Option(help="What goes where a new block needs room: `hazard` or `lru`.")] = "hazard",
+    path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder in which a temporary one is made and removed; by default $TMPDIR, or the current one."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Replay a trace of requests against a store, to see what a capacity and a policy would serve.
+
+    A line of the trace is a request: `{"timestamp": milliseconds, "hash_ids": [...]}`, the ids of its blocks from the
+    first on; other fields are left out. Every block is a small one of 24 KiB; what the store says it has is loaded,
+    verified and compared. The trace's time is the store's clock. `hit_ratio` is the share of all blocks asked for
+    that were served as a request's leading ones.
+
+    Examples:
+
+    - `kvstore replay conversation_trace.jsonl --capacity-blocks 18279`
+    - `kvstore replay conversation_trace.jsonl --capacity-blocks 18279 --policy lru --json`
+    """
+    requests = replaying.read_trace(trace)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    quiet = as_json or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
+        task = progress.add_task("", total=len(requests))
+        report = replaying.run(requests, capacity_blocks, policy, path, lambda: progress.advance(task))
+    typer.echo(json.dumps(report, indent=2) if as_json else replaying.render(report))
+
+
+@app.command()
+def drop(
+    store: Annotated[Path, typer.Argument(help="The folder of a store, or of one of its shards.")],
+    identity: Annotated[
+        str | None, typer.Option(help="The identity id's first hexadecimal digits; without it they are listed.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete all blocks of one identity (a model, a revision, ...); without `--identity`, list what the store holds.
+
+    Deleting needs the store to itself: stop the engine that writes it. The file keeps its size; its room is used again.
+
+    Examples:
+
+    - `kvstore drop /var/lib/kvstore`
+    - `kvstore drop /var/lib/kvstore --identity 3f2a91 --yes`
+    """
+    with dropping.opened(store, writable=identity is not None) as shards:
+        found = dropping.held(shards)
+        if identity is None:
+            typer.echo("\n".join(map(str, found.values())) or f"{store} holds no identity")
+            return
+        one = dropping.the_one(found, identity, store)
+        if not yes:
+            where = f"{len(shards)} shards" if len(shards) > 1 else str(shards[0].folder)
+            typer.confirm(f"{one}\nDelete all of it from {where}?", abort=True)
+        typer.echo(f"{dropping.drop(shards, one.identity_id):,} records deleted")
 
 
 if __name__ == "__main__":
