@@ -13,7 +13,8 @@ from typing import Any, Final, TypeVar
 
 import lmdb
 
-from kvstore.environment import POLL_SECONDS, Environment
+from kvstore.compaction import Compactable
+from kvstore.environment import POLL_SECONDS
 from kvstore.quarantine import Quarantine
 from kvstore.record import MAX_HEADER_BYTES, Header, chunk_key, parse_header
 from kvstore.results import Rejection
@@ -78,7 +79,7 @@ class ReadView:
         return found
 
 
-class BlockDB(Environment):
+class BlockDB(Compactable):
     """One shard. Owned by one KVStore; threads, forks and close as Environment."""
 
     def __init__(self, folder: Path, capacity_bytes: int, sync: bool, writable: bool, quarantine_bytes: int) -> None:
@@ -250,6 +251,12 @@ class BlockDB(Environment):
             for dropped in self.quarantine.trim(txn, usage):
                 self._release(txn, parse_header(dropped))
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
+
+    def num_entries(self) -> int:
+        """How many index entries LMDB says there are."""
+        with self._begin() as txn:
+            entries: int = txn.stat(self._index)["entries"]
+            return entries
 
     def note(self, name: bytes) -> bytes:
         """What `meta` says under a name; empty where it says nothing."""

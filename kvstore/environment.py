@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from kvstore.errors import (
     StorePermissionError,
 )
 from kvstore.memory import check_mappable, keep_freed_memory
-from kvstore.space import used_bytes
 from kvstore.storefile import (
     DATA_NAME,
     StoreFile,
@@ -35,6 +33,7 @@ from kvstore.storefile import (
     boot_id,
     check_data_file,
     check_strangers,
+    check_tree,
     claim,
     make_folder,
     path_errors,
@@ -108,6 +107,8 @@ class Environment:
             if not self.writable and not known:
                 raise StorePathError(f"{self.folder}: no {DATA_NAME} there: expected a shard that a writer has made")
             if self.writable:
+                if known:
+                    check_tree(self.folder / DATA_NAME)
                 reserve(self.folder / LOCK_NAME, LOCK_BYTES)
                 (self.folder / COMPACT_NAME).unlink(missing_ok=True)
                 self.oversized = bool(known) and (self.folder / DATA_NAME).stat().st_size > self.capacity_bytes
@@ -294,53 +295,6 @@ class Environment:
             self._broken = True
         except lmdb.Error:
             pass
-
-    def compact(self) -> None:
-        """Rewrite the file without its free pages and put it in the old one's place. The caller alone uses the environment.
-
-        Raises StorePathError where there is no room for the copy or writing it failed, StoreBusy where other processes
-        read the shard; then nothing has changed. Being killed leaves the old file or the new one.
-        """
-        self.check_compactable()
-        data, copy = self.folder / DATA_NAME, self.folder / COMPACT_NAME
-        with path_errors(copy, "expected room for a compacted copy"):
-            fd = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                self._env.copyfd(fd, compact=True)
-                os.fsync(fd)
-            except lmdb.Error as error:
-                copy.unlink()
-                raise StorePathError(f"{copy}: {error}: expected room for a compacted copy") from None
-            finally:
-                os.close(fd)
-            self._env.close()
-            os.replace(copy, data)
-            (self.folder / LOCK_NAME).unlink(missing_ok=True)
-            sync_folder(self.folder)
-            reserve(self.folder / LOCK_NAME, LOCK_BYTES)
-        self._environment(self.capacity_bytes, new=False)
-        self.oversized = False
-
-    def check_compactable(self) -> None:
-        """Raise what `compact` raises where there is no room for the copy, or others read the shard."""
-        used, free = self._used_bytes(), shutil.disk_usage(self.folder).free
-        if used > free:
-            raise StorePathError(
-                f"{self.folder}: capacity_bytes {self.capacity_bytes} is less than the file has, and compacting it needs "
-                f"{used} bytes for a copy where {free} are free: make room, or keep the larger capacity"
-            )
-        self._env.reader_check()
-        lines = (line.split() for line in self._env.readers().splitlines()[1:])
-        others = sorted({row[0] for row in lines if row and row[0] != str(os.getpid())})
-        if others:
-            raise StoreBusy(
-                f"{self.folder}: the processes {', '.join(others)} read the shard: compacting replaces its file; close them, "
-                "or keep the larger capacity"
-            )
-
-    def _used_bytes(self) -> int:
-        with self._begin() as txn:
-            return used_bytes(txn, (self._meta, self._index, self._payload, self._quarantined))
 
     def _mark(self, clean: bool) -> None:
         state = self.store_file.state or _NEVER

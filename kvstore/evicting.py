@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import lmdb
 import numpy as np
@@ -19,14 +18,18 @@ GUESSED_BYTES = 2**20
 
 
 @contextmanager
-def _deletion_errors(folder: Path) -> Iterator[None]:
+def _deletion_errors(shard: Shard) -> Iterator[None]:
+    """What LMDB says as StorePathError. Several transactions may have deleted before one failed, which the keeper was not
+    told: it reads the index again."""
     try:
         yield
     except KVStoreError:
         raise
     except (lmdb.Error, OSError) as error:
+        if shard.keeper is not None:
+            shard.keeper.distrust()
         raise StorePathError(
-            f"{folder}: records could not be deleted: {error}: what went before is gone; look at the disk"
+            f"{shard.db.folder}: records could not be deleted: {error}: what went before is gone; look at the disk"
         ) from error
 
 
@@ -35,7 +38,7 @@ def evict_blocks(shard: Shard, keeper: Keeper, blocks: int) -> int:
     gone = 0
     while gone < blocks:
         victims = keeper.named(_worst(keeper, blocks - gone))
-        with _deletion_errors(shard.db.folder):
+        with _deletion_errors(shard):
             evicted, tried = shard.db.evict(victims, NEVER_ENOUGH)
         shard.gone(evicted, victims[:tried])
         gone += len(evicted)
@@ -60,7 +63,7 @@ def shrink(shard: Shard) -> None:
     Raises ConfigError where nothing may be evicted, StorePathError or StoreBusy where the file cannot be compacted,
     StorePathError where evicting failed; what was evicted until then is gone.
     """
-    with _deletion_errors(shard.db.folder):
+    with _deletion_errors(shard):
         _shrink(shard)
 
 
@@ -84,7 +87,7 @@ def _shrink(shard: Shard) -> None:
 def drop_records(shard: Shard, start: bytes) -> int:
     """Delete all records whose index keys begin with `start`; how many there were. Raises StorePathError
     where writing failed."""
-    with _deletion_errors(shard.db.folder):
+    with _deletion_errors(shard):
         gone = shard.db.drop(start)
     shard.gone(gone)
     return len(gone)

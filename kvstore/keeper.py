@@ -25,6 +25,8 @@ PREFIX_BYTES: Final = 18
 """Of an index key: identity id and group. Eight bytes of the block hash follow."""
 EVICTION_FIELDS: Final = struct.Struct("<32xQ16xQ32xQIBBB")
 """Of a header: stored length, position, last touch, accesses, class, lengths of key and parent (kvstore.record)."""
+HEADER_BYTES: Final = EVICTION_FIELDS.size + 1
+"""Of a header before the key that it was written under."""
 NOTE: Final = b"eviction:"
 NOTE_INTERVAL_S: Final = 60.0
 RECENT_S: Final = 60.0
@@ -51,11 +53,18 @@ class Keeper:
         self._pinned: dict[object, Chain] = {}
         self._noted = clock()
         self._learned = False
+        self.index_problems = 0
+        """Index entries that were missing or misplaced when the index was read."""
 
     def load(self) -> None:
         """Read what is stored now, and not in an engine's first call."""
         with self._use():
             pass
+
+    def distrust(self) -> None:
+        """What is stored may be other than the policy was told: it is made anew from the index when it is next used."""
+        with self._lock:
+            self._policy = None
 
     # --- keys ----------------------------------------------------------------------------------------------------
 
@@ -157,7 +166,7 @@ class Keeper:
     def figures(self) -> dict[str, int]:
         """Counts for `stats()`."""
         with self._use() as policy:
-            return policy.figures()
+            return policy.figures() | {"index_problems": self.index_problems}
 
     # --- what lasts ----------------------------------------------------------------------------------------------
 
@@ -187,22 +196,30 @@ class Keeper:
         """Every record as its index entry describes it; nothing there is trusted."""
         keys, parents = array("Q"), array("Q")
         numbers = [array("Q") for _ in range(5)]
-        shortest = EVICTION_FIELDS.size + 1
-        prefix, salt = b"", 0
+        prefix, salt, seen, astray = b"", 0, 0, 0
         for key, value in self._db.entries():
+            seen += 1
+            astray += value[HEADER_BYTES : HEADER_BYTES + len(key)] != key
             if len(key) < PREFIX_BYTES + 8:
                 continue
             if key[:PREFIX_BYTES] != prefix:
                 prefix = bytes(key[:PREFIX_BYTES])
                 salt = self._salt(prefix)
             keys.append((int.from_bytes(key[PREFIX_BYTES : PREFIX_BYTES + 8], "little") ^ salt) or 1)
-            whole = len(value) > shortest
+            whole = len(value) > HEADER_BYTES
             *fields, key_bytes, parent_bytes = EVICTION_FIELDS.unpack_from(value) if whole else (0,) * 7
             for column, field in zip(numbers, fields, strict=True):
                 column.append(field)
-            at = shortest + key_bytes
+            at = HEADER_BYTES + key_bytes
             above = value[at : at + 8] if parent_bytes >= 8 else b""
             parents.append((int.from_bytes(above, "little") ^ salt) or 1 if len(above) == 8 else 0)
+        self.index_problems = astray + abs(self._db.num_entries() - seen)
+        if self.index_problems:
+            log.warning(
+                "%s: %d index entries are missing, or lie under another block's key: the file is damaged",
+                self._db.folder,
+                self.index_problems,
+            )
         sizes, positions, touched, counts, classes = (np.array(n, np.uint64) for n in numbers)
         return Records(
             np.array(keys, np.uint64),

@@ -45,6 +45,7 @@ LMDB_META: Final = struct.Struct("<II")
 LMDB_MAGIC: Final = 0xBEEFC0DE
 MAX_MAP: Final = 2**47
 """More than a process can map."""
+TREE_CHECK_BYTES: Final = 2**30
 CHECKS: Final = 3
 """Looks at a data.mdb that a writer changes meanwhile."""
 
@@ -235,12 +236,20 @@ def check_data_file(path: Path) -> int:
         map_size, page_size, last, _txn = newest
         if map_size >= MAX_MAP:
             raise StoreDamaged(_damaged(path, f"its meta page names a map of {map_size} bytes"))
-        problem = _short_file_problem(path) if (last + 1) * page_size > size else None
+        problem = _tree_problem(path) if (last + 1) * page_size > size else None
         if problem is None:
             return map_size
         if _newest_meta(path)[0] == newest:
             break
     raise StoreDamaged(_damaged(path, f"{size} bytes of {last + 1} pages of {page_size}: {problem}"))
+
+
+def check_tree(path: Path) -> None:
+    """Raise StoreDamaged where the database's trees do not hold together: LMDB ends the process where it meets that while
+    it writes. Not beside a writer. About 10 microseconds a record and chunk; files of more than TREE_CHECK_BYTES are not
+    checked."""
+    if path.stat().st_size <= TREE_CHECK_BYTES and (problem := _tree_problem(path)):
+        raise StoreDamaged(_damaged(path, problem))
 
 
 def _newest_meta(path: Path) -> tuple[tuple[int, int, int, int] | None, int]:
@@ -259,9 +268,9 @@ def _newest_meta(path: Path) -> tuple[tuple[int, int, int, int] | None, int]:
     return max(metas, key=lambda meta: meta[3], default=None), size
 
 
-def _short_file_problem(path: Path) -> str | None:
-    """Pages that were freed before they were ever written may lie past the end of an intact file; a page in use may
-    not. lmdb.verify walks the tree with plain reads and tells."""
+def _tree_problem(path: Path) -> str | None:
+    """What lmdb.verify finds, which walks the trees with plain reads. Pages that were freed before they were ever written
+    may lie past the end of an intact file; a page in use may not."""
     try:
         problems = verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
     except VerifyError as error:

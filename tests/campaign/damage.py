@@ -128,9 +128,12 @@ def use(subject: Subject, path: Path, mode: str, say: Say) -> None:
     store.close()
 
 
+FINDINGS = ("get_rejected_", "get_transient", "match_failed", "stats_failed", "emptied", "eviction_index_problems")
+
+
 def finding(counter: str) -> bool:
     """Whether a counter of stats() tells an operator of damage."""
-    return counter.startswith(("get_rejected_", "get_transient", "match_failed", "stats_failed", "emptied"))
+    return counter.startswith(FINDINGS)
 
 
 def load(subject: Subject, store: KVStore, say: Say) -> None:
@@ -208,7 +211,7 @@ def one(context: Context, subject: Subject, original: Original, mode: str, numbe
     stage = ([""] + [values[0] for values in ending.all("stage")])[-1]
     where = f"{subject.name}, mode {mode}, {what}, in {stage!r}"
     kind, detail = judge(context, ending, original, where)
-    return Outcome(number, kind, detail, known=kind == Kind.CRASHED and died_in_lmdb(ending))
+    return Outcome(number, kind, detail, known=kind == Kind.CRASHED and mode == "r" and died_in_lmdb(ending))
 
 
 def judge(context: Context, ending: Ending, original: Original, where: str) -> tuple[Kind, str]:
