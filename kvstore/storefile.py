@@ -45,7 +45,7 @@ LMDB_META: Final = struct.Struct("<II")
 LMDB_MAGIC: Final = 0xBEEFC0DE
 MAX_MAP: Final = 2**47
 """More than a process can map."""
-TREE_CHECK_BYTES: Final = 2**30
+TREE_CHECK_BYTES: Final = 2**28
 CHECKS: Final = 3
 """Looks at a data.mdb that a writer changes meanwhile."""
 
@@ -246,7 +246,7 @@ def check_data_file(path: Path) -> int:
 
 def check_tree(path: Path) -> None:
     """Raise StoreDamaged where the database's trees do not hold together: LMDB ends the process where it meets that while
-    it writes. Not beside a writer. About 10 microseconds a record and chunk; files of more than TREE_CHECK_BYTES are not
+    it writes. Not beside a writer. At most about 3 seconds; files of more than TREE_CHECK_BYTES are not
     checked."""
     if path.stat().st_size <= TREE_CHECK_BYTES and (problem := _tree_problem(path)):
         raise StoreDamaged(_damaged(path, problem))
