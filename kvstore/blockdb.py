@@ -68,10 +68,14 @@ class ReadView:
         found = self._txn.get(key, db=self._index)
         return None if found is None else bytes(found[: MAX_HEADER_BYTES + 1])
 
-    def headers(self, keys: Sequence[bytes]) -> dict[bytes, memoryview]:
-        """The index entries of those keys that have one, in one call."""
+    def headers(self, keys: Sequence[bytes]) -> list[memoryview | None]:
+        """The index entry under each key, None where there is none, in one call."""
         with self._txn.cursor(db=self._index) as cursor:
-            return {bytes(key): value for key, value in cursor.getmulti(keys)}
+            found = cursor.getmulti(keys)
+        if len(found) == len(keys):
+            return [value for _, value in found]
+        there = {bytes(key): value for key, value in found}
+        return [there.get(key) for key in keys]
 
     def chunk(self, sequence: int, number: int) -> memoryview | None:
         """The stored bytes of a chunk, None where it is missing."""
@@ -251,6 +255,14 @@ class BlockDB(Compactable):
             for dropped in self.quarantine.trim(txn, usage):
                 self._release(txn, parse_header(dropped))
             txn.put(USAGE_KEY, usage.encode(), db=self._meta)
+
+    def any_present(self, keys: Sequence[bytes]) -> bool:
+        """Whether any of these is an index key; True where that cannot be read."""
+        try:
+            with self.read() as snapshot:
+                return any(entry is not None for entry in snapshot.headers(keys))
+        except lmdb.Error:
+            return True
 
     def num_entries(self) -> int:
         """How many index entries LMDB says there are."""

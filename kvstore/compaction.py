@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+from pathlib import Path
 
 import lmdb
 
@@ -23,7 +25,20 @@ class Compactable(Environment):
         read the shard; then nothing has changed. Being killed leaves the old file or the new one.
         """
         self.check_compactable()
-        data, copy = self.folder / DATA_NAME, self.folder / COMPACT_NAME
+        data = self.folder / DATA_NAME
+        with path_errors(data, "expected room for a compacted copy"):
+            held = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._replace_data(data)
+        except BlockingIOError:
+            raise self._read_by("other processes") from None
+        finally:
+            # Readers wait for this, and find the new file then.
+            os.close(held)
+
+    def _replace_data(self, data: Path) -> None:
+        copy = self.folder / COMPACT_NAME
         with path_errors(copy, "expected room for a compacted copy"):
             fd = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
@@ -54,10 +69,17 @@ class Compactable(Environment):
         lines = (line.split() for line in self._env.readers().splitlines()[1:])
         others = sorted({row[0] for row in lines if row and row[0] != str(os.getpid())})
         if others:
-            raise StoreBusy(
-                f"{self.folder}: the processes {', '.join(others)} read the shard: compacting replaces its file; close them, "
-                "or keep the larger capacity"
-            )
+            raise self._read_by(f"the processes {', '.join(others)}")
+        with (self.folder / DATA_NAME).open("rb") as data:
+            try:
+                fcntl.flock(data, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._read_by("other processes") from None
+
+    def _read_by(self, who: str) -> StoreBusy:
+        return StoreBusy(
+            f"{self.folder}: {who} read the shard: compacting replaces its file; close them, or keep the larger capacity"
+        )
 
     def _used_bytes(self) -> int:
         with self._begin() as txn:

@@ -56,7 +56,7 @@ class StoreConfig:
         if self.eviction not in (*POLICIES, NO_EVICTION):
             known = ", ".join((*POLICIES, NO_EVICTION))
             raise ConfigError(f"eviction {self.eviction!r}: expected one of {known}")
-        if self.max_age_s is not None and not (isinstance(self.max_age_s, int | float) and self.max_age_s > 0):
+        if self.max_age_s is not None and not _is_duration(self.max_age_s):
             raise ConfigError(f"max_age_s is {self.max_age_s!r}: expected a number of seconds above 0, or None")
         lowest = {"capacity_bytes": MIB, "read_batch_bytes": 1, "quarantine_bytes": 0, "threads": 1}
         for name, least in lowest.items():
@@ -86,6 +86,10 @@ class StoreConfig:
         freed, which LMDB hands out two transactions later, and enough for a chunk to find a run of pages among them."""
         wanted = max(3 * self.write_batch_bytes, self.capacity_bytes // SPARE_SHARE)
         return min(wanted, self.capacity_bytes // MOST_SPARE_SHARE)
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2.0**40
 
 
 def _check(name: str, value: object, least: int) -> None:

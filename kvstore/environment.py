@@ -56,6 +56,8 @@ LOCK_BYTES: Final = 10 * PAGE_BYTES
 """64 bytes a reader, and a header."""
 DATABASES: Final = (b"meta", b"index", b"payload", b"quarantine")
 CLOSE_TIMEOUT: Final = 60.0
+HOLD_PATIENCE_S: Final = 30.0
+"""How long a reader waits for a file that is being rewritten."""
 REVIVE_PATIENCE_S: Final = 5.0
 POLL_SECONDS: Final = 0.002
 """How often a call that waits for others looks again. No condition variable: a signal may raise inside its Python code
@@ -103,9 +105,11 @@ class Environment:
         self.store_file = StoreFile(self.folder, self.writable)
         try:
             self._prepare()
+            if not self.writable:
+                self._hold_data()
             known = check_data_file(self.folder / DATA_NAME)
             if not self.writable and not known:
-                raise StorePathError(f"{self.folder}: no {DATA_NAME} there: expected a shard that a writer has made")
+                raise self._no_data()
             if self.writable:
                 if known:
                     check_tree(self.folder / DATA_NAME)
@@ -119,6 +123,19 @@ class Environment:
         except BaseException:
             self.store_file.close()
             raise
+
+    def _hold_data(self) -> None:
+        deadline = time.monotonic() + HOLD_PATIENCE_S
+        try:
+            while not self.store_file.hold_data():
+                if time.monotonic() > deadline:
+                    raise StoreBusy(f"{self.folder}: its writer is rewriting {DATA_NAME}: open it again in a while")
+                time.sleep(POLL_SECONDS)
+        except FileNotFoundError:
+            raise self._no_data() from None
+
+    def _no_data(self) -> StorePathError:
+        return StorePathError(f"{self.folder}: no {DATA_NAME} there: expected a shard that a writer has made")
 
     def _prepare(self) -> None:
         """Empty a shard whose unsynced writes another boot may have lost; say `unclean` before LMDB makes a file."""

@@ -9,8 +9,9 @@ import lmdb
 import numpy as np
 
 from kvstore.blockdb import NEVER_ENOUGH
-from kvstore.errors import ConfigError, KVStoreError, StorePathError
+from kvstore.errors import ConfigError, KVStoreError, StoreDamaged, StorePathError
 from kvstore.keeper import Keeper
+from kvstore.record import Header, parse_header
 from kvstore.shard import Shard
 
 GUESSED_BYTES = 2**20
@@ -27,7 +28,7 @@ def _deletion_errors(shard: Shard) -> Iterator[None]:
         raise
     except (lmdb.Error, OSError) as error:
         if shard.keeper is not None:
-            shard.keeper.distrust()
+            shard.keeper.doubtful = True
         raise StorePathError(
             f"{shard.db.folder}: records could not be deleted: {error}: what went before is gone; look at the disk"
         ) from error
@@ -71,6 +72,14 @@ def _shrink(shard: Shard) -> None:
     db, spare = shard.db, shard.config.spare_bytes
     db.check_compactable()
     db.trim_quarantine()
+    headers = (parse_header(bytes(value)) for _, value in db.entries())
+    named = sum(header.stored_length for header in headers if isinstance(header, Header))
+    nameless = -db.free_bytes() - 2 * named
+    if nameless > 0:
+        raise StoreDamaged(
+            f"{db.folder}: {nameless} bytes belong to no record, and capacity_bytes {db.capacity_bytes} has no room for "
+            "them: keep the larger capacity, or remove the shard's folder to start empty"
+        )
     if db.free_bytes() < spare:
         if shard.keeper is None:
             missing = spare - db.free_bytes()

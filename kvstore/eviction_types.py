@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -21,6 +20,8 @@ TICKS_PER_S: Final = 8
 PAST_TICKS: Final = 2**31
 MAX_TICK: Final = 2**32 - 2
 STEP_BACK_S: Final = 60.0
+MAX_SECONDS: Final = 2.0**40
+"""Clocks that show more are no clocks; below, ticks are exact."""
 LEAP_S: Final = 366 * 86400.0
 Floats = npt.NDArray[np.float64]
 
@@ -155,7 +156,7 @@ class Clock:
 
     def tick(self, now: float) -> int:
         """The time in ticks."""
-        if not math.isfinite(now):
+        if not 0 <= now < MAX_SECONDS:
             return self._ticks()
         if self._last is None:
             self._last, self._zero = now, now - PAST_TICKS / TICKS_PER_S

@@ -48,11 +48,14 @@ class Keeper:
         self._salts: dict[bytes, int] = {}
         self._policy: Policy | None = None
         self.pins: dict[object, Chain] = {}
-        """What loads in flight need, by the load. A load adds and removes its own in one step each, so that no signal can
+        """What calls in flight need, by a token of theirs. A call adds and removes its own in one step each: no signal can
         leave a pin behind."""
         self._pinned: dict[object, Chain] = {}
         self._noted = clock()
         self._learned = False
+        self.doubtful = False
+        """Set where what is stored may be other than the policy was told: it is made anew from the index when it is next
+        used."""
         self.index_problems = 0
         """Index entries that were missing or misplaced when the index was read."""
 
@@ -60,11 +63,6 @@ class Keeper:
         """Read what is stored now, and not in an engine's first call."""
         with self._use():
             pass
-
-    def distrust(self) -> None:
-        """What is stored may be other than the policy was told: it is made anew from the index when it is next used."""
-        with self._lock:
-            self._policy = None
 
     # --- keys ----------------------------------------------------------------------------------------------------
 
@@ -99,7 +97,8 @@ class Keeper:
         """The policy, which is made anew next time if this use is cut short."""
         with self._lock:
             policy, self._policy = self._policy, None
-            if policy is None:
+            if policy is None or self.doubtful:
+                self.doubtful = False
                 policy, self._pinned = self._load(), {}
             yield policy
             self._policy = policy
@@ -158,10 +157,13 @@ class Keeper:
             policy.written(chain, stored, size, self.clock())
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Records whose index keys are these, or begin so, are here no more."""
+        """Records whose index keys are these, or begin so, are here no more; unless they were put again meanwhile, which
+        the policy may have been told before."""
         if keys:
             with self._use() as policy:
                 policy.removed(self._policy_keys(keys))
+            if self._db.any_present(keys):
+                self.doubtful = True
 
     def figures(self) -> dict[str, int]:
         """Counts for `stats()`."""
@@ -171,14 +173,17 @@ class Keeper:
     # --- what lasts ----------------------------------------------------------------------------------------------
 
     def note(self, last: bool = False) -> dict[bytes, bytes]:
-        """What to write down of what was learned, once a minute and at the last. Empty where there is nothing new."""
-        now = self.clock()
-        if not self._learned or (not last and abs(now - self._noted) < NOTE_INTERVAL_S):
+        """What to write down of what was learned, once a minute and at the last. Empty where there is nothing new. Say
+        `noted` once it is written."""
+        if not self._learned or (not last and abs(self.clock() - self._noted) < NOTE_INTERVAL_S):
             return {}
-        self._noted, self._learned = now, False
         with self._use() as policy:
             data = policy.snapshot()
         return {NOTE + self._name.encode(): data} if data else {}
+
+    def noted(self) -> None:
+        """What `note` gave is written down."""
+        self._noted, self._learned = self.clock(), False
 
     def _load(self) -> Policy:
         policy = policy_named(self._name, self._max_age_s)

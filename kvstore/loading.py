@@ -77,18 +77,20 @@ class Load:
 
     def run(self) -> GetResult:
         """Load, then verify; everything that is not verified is missing or rejected."""
-        verified, keeper = np.zeros(len(self.span), bool), self.shard.keeper
+        verified, keeper, pin = np.zeros(len(self.span), bool), self.shard.keeper, object()
         try:
-            if keeper is not None:
-                keeper.pins[self] = chain = keeper.chain(self.view.prefix, self.hashes, self.span.start, None)
-                keeper.asked(chain)
-            self._read_all()
-            verified[self._verify()] = True
+            try:
+                if keeper is not None:
+                    keeper.pins[pin] = chain = keeper.chain(self.view.prefix, self.hashes, self.span.start, None)
+                    keeper.asked(chain)
+                self._read_all()
+                verified[self._verify()] = True
+            finally:
+                if keeper is not None:
+                    keeper.pins.pop(pin, None)
         finally:
             if self.transfer.pending:
                 self.transfer.finish()
-            if keeper is not None:
-                keeper.pins.pop(self, None)
         self._quarantine()
         missing = np.zeros(len(self.span), bool)
         missing[sorted(self.missing)] = True
@@ -257,13 +259,13 @@ class Load:
         """Take the condemned records out of the store; they are refused already."""
         if not self.condemned or not self.shard.db.writable:
             return
-        if self.shard.keeper is not None:
-            self.shard.keeper.removed([key for key, _, _ in self.condemned])
         try:
             self.shard.counters.add("quarantine_failed", self.shard.db.condemn(self.condemned))
         except (lmdb.Error, OSError):
             self.shard.counters.add("quarantine_failed", len(self.condemned))
             log.exception("%s: damaged records could not be moved to quarantine", self.shard.db.folder)
+        if self.shard.keeper is not None:
+            self.shard.keeper.removed([key for key, _, _ in self.condemned])
 
     def _verify(self) -> list[int]:
         """Sum what lies in the engine's blocks, by the caller's ids; the indices that match."""

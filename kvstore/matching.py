@@ -42,18 +42,20 @@ class Match:
             return 0
         return found
 
-    def _leading(self, position: int, keys: list[bytes], entries: dict[bytes, memoryview]) -> int:
+    def _leading(self, position: int, keys: list[bytes], entries: list[memoryview | None]) -> int:
         """How many leading keys answer, the first of which asks for a position."""
         view, doubtful = self.view, bool(self.shard.refused)
-        form = VERSION, view.group.block_size, view.plan.raw_length
-        size, fingerprint, geometry = len(view.geometry), view.fingerprint, view.geometry
-        for asked, key in enumerate(keys, position):
-            entry = entries.get(key)
+        block_size, raw_length, fingerprint = view.group.block_size, view.plan.raw_length, view.fingerprint
+        geometry, unpack, least = view.geometry, FIT.unpack_from, FIT.size + len(view.geometry)
+        start = -len(geometry)
+        for asked, entry in enumerate(entries, position):
             if entry is None:
                 return asked - position
             # What `misfit` asks for, the header's hash and key unchecked.
-            fits = len(entry) > FIT.size and FIT.unpack_from(entry) == (*form, asked, fingerprint)
-            if (doubtful or not fits or entry[-size:] != geometry) and not self._answers(key, bytes(entry), asked):
+            fits = len(entry) > least and unpack(entry) == (VERSION, block_size, raw_length, asked, fingerprint)
+            if fits and not doubtful and entry[start:] == geometry:
+                continue
+            if not self._answers(keys[asked - position], bytes(entry), asked):
                 return asked - position
         return len(keys)
 

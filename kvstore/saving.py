@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import deque
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -99,24 +99,40 @@ class Save:
 
     def run(self) -> PutResult:
         """Store what is not present, in transactions of bounded size."""
-        count, present = len(self.span), self._present()
-        outcomes = dict.fromkeys(np.flatnonzero(present).tolist(), "present")
-        admitted = self._admit(~present)
-        outcomes |= dict.fromkeys(np.flatnonzero(~present & ~admitted).tolist(), "not_admitted")
-        pool, borrower = self.shard.staging(self.view, "put"), object()
+        keeper, pool, borrower, done = self.shard.keeper, self.shard.staging(self.view, "put"), object(), False
+        count, outcomes = len(self.span), dict[int, str]()
+        # Each way out gives one thing back in one step: a signal that comes with one does not keep the next from running.
         try:
-            self._save(np.flatnonzero(admitted), pool, borrower, outcomes)
+            try:
+                if keeper is not None:
+                    keeper.pins[borrower] = self.chain
+                self._put(pool, borrower, outcomes)
+                done = True
+            finally:
+                if keeper is not None:
+                    # What was written before an exception is not told below.
+                    keeper.doubtful |= not done
+                    keeper.pins.pop(borrower, None)
         finally:
-            if self.transfer.pending:
-                self.transfer.finish()
-            pool.borrowed.pop(borrower, None)
+            try:
+                if self.transfer.pending:
+                    self.transfer.finish()
+            finally:
+                pool.borrowed.pop(borrower, None)
         stored = np.array([outcomes[i] == "stored" for i in range(count)], bool)
         present = np.array([outcomes[i] == "present" for i in range(count)], bool)
         failed = {i: outcomes[i] for i in range(count) if not (stored[i] or present[i])}
-        if self.shard.keeper is not None:
-            self.shard.keeper.written(self.chain, stored, self.cost)
+        if keeper is not None:
+            keeper.written(self.chain, stored, self.cost)
         self._count(stored, present, failed)
         return PutResult(stored, present, failed)
+
+    def _put(self, pool: StagingPool, borrower: object, outcomes: dict[int, str]) -> None:
+        present = self._present()
+        outcomes |= dict.fromkeys(np.flatnonzero(present).tolist(), "present")
+        admitted = self._admit(~present)
+        outcomes |= dict.fromkeys(np.flatnonzero(~present & ~admitted).tolist(), "not_admitted")
+        self._save(np.flatnonzero(admitted), pool, borrower, outcomes)
 
     @cached_property
     def chain(self) -> Chain:
@@ -194,7 +210,8 @@ class Save:
                         return
         finally:
             # Whatever happens, no transaction may still read a buffer that is given back.
-            wait([each.result for each in writing])
+            if self.shard.config.sync:
+                self.shard.wait_for_writer()
 
     def _free_buffer(self, pool: StagingPool, borrower: object, idle: bool, gathering: bool) -> Buffer | None:
         """A buffer for the next transaction's blocks, where they can be on their way already; the first is waited for."""
@@ -211,7 +228,9 @@ class Save:
     def _begin_write(self, ready: Ready, last: bool) -> Writing:
         """Write records, in the shard's own thread where that waits for a disk and there is something to do meanwhile."""
         if self.shard.config.sync and not last:
-            return Writing(ready.started, self.shard.write_meanwhile(self._write, ready.records))
+            meanwhile = self.shard.write_meanwhile(self._write, ready.records)
+            if meanwhile is not None:
+                return Writing(ready.started, meanwhile)
         done: Future[dict[int, str]] = Future()
         done.set_result(self._write(ready.records))
         return Writing(ready.started, done)
@@ -287,13 +306,19 @@ class Save:
             reason = self._why(records)
             log.error("%s: %d blocks not stored: %s: %s", self.shard.db.folder, len(records), reason, error)
             return dict.fromkeys(records, reason)
-        full = "reader_holds_space" if self.shard.db.reader_holds_space() else "store_full"
+        full = self._no_room()
         outcomes = dict.fromkeys(records, full)
         for index, record in records.items() if len(records) > 1 else ():
             outcomes |= self._write({index: record})
             if outcomes[index] == full:
                 break
         return outcomes
+
+    def _no_room(self) -> str:
+        try:
+            return "reader_holds_space" if self.shard.db.reader_holds_space() else "store_full"
+        except lmdb.Error:
+            return "store_full"
 
     def _write_with_room(self, records: dict[int, NewRecord]) -> dict[int, str]:
         """Write in one transaction; where there is no room, or none in one piece, evict and try again."""
@@ -329,26 +354,23 @@ class Save:
     def _commit(self, records: dict[int, NewRecord]) -> dict[int, str]:
         if not records:
             return {}
-        index_of = {self.keys[i]: i for i in records}
+        index_of, keeper = {self.keys[i]: i for i in records}, self.shard.keeper
+        learned = keeper.note() if keeper is not None else {}
         written = self.shard.db.write(
             list(records.values()),
-            self._notes(),
+            {IDENTITY_PREFIX + self.shard.identity_id: self.shard.identity_json} | learned,
             lambda key, old: self._keeps(index_of[key], old),
             self.victims,
             self.spare,
         )
+        if keeper is not None and learned:
+            keeper.noted()
         self.shard.gone(written.evicted, self.victims[: written.tried])
         del self.victims[: written.tried]
         for index, new in zip(records, written.stored, strict=True):
             if new:
                 self.shard.refused.discard(self.keys[index])
         return {i: "stored" if new else "present" for i, new in zip(records, written.stored, strict=True)}
-
-    def _notes(self) -> dict[bytes, bytes]:
-        """What the transaction writes beside the records."""
-        keeper = self.shard.keeper
-        learned = keeper.note() if keeper is not None else {}
-        return {IDENTITY_PREFIX + self.shard.identity_id: self.shard.identity_json} | learned
 
     def _why(self, records: dict[int, NewRecord]) -> str:
         """LMDB does not say that a disk is full; the file system does."""

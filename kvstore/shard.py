@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeVar
@@ -121,36 +121,74 @@ class Shard:
             except RuntimeError:
                 raise StoreClosed(f"{self.db.folder} is being closed: open the store again") from None
 
-    def write_meanwhile(self, call: Callable[..., T], *arguments: object) -> Future[T]:
-        """Run a call's transaction in the one thread that is kept for that. For calls that have entered the database."""
-        with self._executor_lock:
-            if self._writer is None:
-                self._writer = ThreadPoolExecutor(1, "kvstore-writer")
-            return self._writer.submit(call, *arguments)
+    def write_meanwhile(self, call: Callable[..., T], *arguments: object) -> Future[T] | None:
+        """Run a call's transaction in the one thread that is kept for that. For calls that have entered the database, and
+        leave it after `wait_for_writer`. None where no thread can be had, as when the interpreter ends: nothing is run."""
+        given_up = threading.Event()
+
+        def run() -> T:
+            if given_up.is_set():
+                raise CancelledError
+            return call(*arguments)
+
+        try:
+            with self._executor_lock:
+                if self._writer is None:
+                    self._writer = ThreadPoolExecutor(1, "kvstore-writer")
+                return self._writer.submit(run)
+        except RuntimeError:
+            given_up.set()
+            return None
+
+    def wait_for_writer(self) -> None:
+        """Wait until every transaction that was given to the writer's thread has ended, whatever signals raise meanwhile:
+        what they raised last is raised then."""
+        raised: BaseException | None = None
+        while (writer := self._writer) is not None:
+            try:
+                wait([writer.submit(int)])
+                break
+            except RuntimeError:
+                # The interpreter ends, and has waited for its threads.
+                break
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            raise raised
 
     def close(self) -> None:
         """Finish submitted calls, then close the database. In a fork's child, which has none of the threads, nothing.
 
-        In a callback of a future, which runs in one of the shard's own threads, it does not wait for that thread.
+        In a callback of a future, which runs in one of the shard's own threads, it does not wait for that thread: calls
+        that were submitted and not begun raise StoreClosed then.
         """
         if self.db.forked:
             return
         if self._executor is not None:
             self._executor.shutdown(wait=threading.current_thread() not in self._workers)
         self._write_down()
-        self.db.close()
-        if self._writer is not None:
-            self._writer.shutdown(wait=False)
+        try:
+            self.db.close()
+        finally:
+            if self._writer is not None and self.db.closing:
+                self._writer.shutdown(wait=False)
 
     def _write_down(self) -> None:
         """Keep what eviction learned. It is a hint: a store that cannot keep it closes all the same."""
-        if self.keeper is None or self.db.closing:
+        if self.keeper is None:
             return
+        token = object()
         try:
+            self.db.enter(token)
             if learned := self.keeper.note(last=True):
                 self.db.write_notes(learned)
+                self.keeper.noted()
+        except StoreClosed:
+            pass
         except (lmdb.Error, OSError):
             log.exception("%s: what eviction learned could not be written down", self.db.folder)
+        finally:
+            self.db.calls.discard(token)
 
     def usage(self) -> dict[str, int]:
         """The database's figures, none where LMDB cannot read them; that is counted and logged."""

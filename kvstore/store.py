@@ -151,11 +151,11 @@ class KVStore:
     ) -> PutResult:
         """Store consecutive blocks of one request from the engine's cache.
 
-        block_hashes: the chained hash of each block, 8 to 64 bytes; block_ids: where each lies in the cache; start:
-        the first block's position in the request; num_tokens: the request's token count, by default all blocks are
-        full; parent: the hash before the first. What is `stored` in the result is as durable as the configuration
-        says. Raises InvalidBlockHash, LengthMismatch, InvalidBlockId, InvalidPosition, NoValidTokens, UnknownGroup,
-        ReadOnlyStore, StoreClosed or StoreForked; then nothing was stored.
+        block_hashes: the chained hash of each block, 8 to 64 bytes, the first 8 of which tell blocks apart; block_ids:
+        where each lies in the cache; start: the first block's position in the request; num_tokens: the request's token
+        count, by default all blocks are full; parent: the hash before the first. What is `stored` in the result is as
+        durable as the configuration says. Raises InvalidBlockHash, LengthMismatch, InvalidBlockId, InvalidPosition,
+        NoValidTokens, UnknownGroup, ReadOnlyStore, StoreClosed or StoreForked; then nothing was stored.
         """
         return self._run(self._save(block_hashes, block_ids, start, num_tokens, group, parent).run)
 

@@ -134,6 +134,7 @@ class StoreFile:
 
     def __init__(self, folder: Path, writable: bool) -> None:
         self.path, self._writable = folder / STORE_NAME, writable
+        self._data_fd = -1
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         with path_errors(self.path, "expected a shard that a writer has made"):
             self._fd = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
@@ -175,8 +176,27 @@ class StoreFile:
         os.fsync(self._fd)
         self.state = written
 
+    def hold_data(self) -> bool:
+        """As a reader, keep data.mdb from being replaced: it is, where somebody rewrites it without its free pages, and
+        LMDB's table of readers does not show who is idle. False where that goes on just now. Raises OSError."""
+        data = self.path.parent / DATA_NAME
+        fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            held = os.fstat(fd).st_ino == data.stat().st_ino
+        except BlockingIOError:
+            held = False
+        if not held:
+            os.close(fd)
+            return False
+        self._data_fd = fd
+        return True
+
     def close(self) -> None:
         """Close the file and give up the lock; twice is allowed."""
+        if self._data_fd >= 0:
+            os.close(self._data_fd)
+            self._data_fd = -1
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

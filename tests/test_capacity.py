@@ -472,21 +472,25 @@ def test_nothing_is_evicted_for_a_capacity_where_nothing_may(unchanged: tuple[Pa
         open_store(unchanged[0], make_cache(**FORM), config)
 
 
-def test_a_reader_elsewhere_keeps_the_file(unchanged: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize("reading", [True, False])
+def test_a_reader_elsewhere_keeps_the_file(unchanged: tuple[Path, Any], reading: bool) -> None:
     script = """
-import sys
+import contextlib, sys
 from pathlib import Path
 from tests.test_capacity import *
 with open_store(Path(sys.argv[1]), make_cache(**FORM), LRU, mode="r") as reader:
-    with reader._shard.db.read():
+    with reader._shard.db.read() if sys.argv[2] == "True" else contextlib.nullcontext():
         print("open", flush=True)
         sys.stdin.read()
 """
-    command = [sys.executable, "-c", script, str(unchanged[0])]
+    command = [sys.executable, "-c", script, str(unchanged[0]), str(reading)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "open\n"
-        with pytest.raises(errors.StoreBusy, match=f"processes {reader.pid} read the shard"):
+        with pytest.raises(
+            errors.StoreBusy,
+            match=f"processes {reader.pid} read the shard" if reading else "other processes read the shard",
+        ):
             open_store(unchanged[0], make_cache(**FORM), replace(LRU, capacity_bytes=2 * MIB))
         reader.communicate("")
 
