@@ -164,7 +164,8 @@ def _listing(store: KVStore) -> dict[int, int]:
     prefix, found = store._views[0].prefix, dict[int, int]()
     index_of = {prefix + block_hash: i for i, block_hash in enumerate(HASHES)}
     with store._shard.db.read() as view:
-        for key, value in view.headers(list(index_of)).items():
+        entries = zip(index_of, view.headers(list(index_of)), strict=True)
+        for key, value in ((key, value) for key, value in entries if value is not None):
             header = parse_header(bytes(value), key)
             assert isinstance(header, Header)
             found[index_of[key]] = header.valid_tokens
