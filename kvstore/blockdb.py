@@ -150,14 +150,12 @@ class BlockDB(Compactable):
         victims: Sequence[Victim],
         spare: int,
     ) -> Written:
-        with self._write() as txn:
-            usage = self._usage(txn)
+        with self._accounted() as (txn, usage):
             for name, note in notes.items():
                 if txn.get(name, db=self._meta) != note:
                     txn.put(name, note, db=self._meta)
             stored = [self._put(txn, record, usage, keep) for record in records]
             evicted, tried = self._evict_until(txn, usage, victims, spare)
-            txn.put(USAGE_KEY, usage.encode(), db=self._meta)
             if any(stored) and self._free(txn) < -OVERDRAFT_BYTES:
                 raise lmdb.MapFullError("what deleting needs would be used up")
         return Written(stored, evicted, tried)
@@ -194,11 +192,8 @@ class BlockDB(Compactable):
             self._freed, victims = True, victims[: max(1, len(victims) // 2)]
 
     def _evict_all(self, victims: Sequence[Victim], spare: int) -> tuple[list[bytes], int]:
-        with self._write() as txn:
-            usage = self._usage(txn)
-            evicted, tried = self._evict_until(txn, usage, victims, spare)
-            txn.put(USAGE_KEY, usage.encode(), db=self._meta)
-        return evicted, tried
+        with self._accounted() as (txn, usage):
+            return self._evict_until(txn, usage, victims, spare)
 
     def _evict_until(self, txn: Any, usage: Usage, victims: Sequence[Victim], spare: int) -> tuple[list[bytes], int]:
         evicted: list[bytes] = []
@@ -250,11 +245,9 @@ class BlockDB(Compactable):
         self._with_room(self._trim_quarantine)
 
     def _trim_quarantine(self) -> None:
-        with self._write() as txn:
-            usage = self._usage(txn)
+        with self._accounted() as (txn, usage):
             for dropped in self.quarantine.trim(txn, usage):
                 self._release(txn, parse_header(dropped))
-            txn.put(USAGE_KEY, usage.encode(), db=self._meta)
 
     def any_present(self, keys: Sequence[bytes]) -> bool:
         """Whether any of these is an index key; True where that cannot be read."""
@@ -308,11 +301,19 @@ class BlockDB(Compactable):
         self._freed = False
         try:
             for _ in range(2):
-                with self._write() as txn:
-                    txn.put(USAGE_KEY, self._usage(txn).encode(), db=self._meta)
+                with self._accounted():
+                    pass
         except lmdb.MapFullError:
             return False
         return True
+
+    @contextmanager
+    def _accounted(self) -> Iterator[tuple[Any, Usage]]:
+        """A write transaction and the accounting, which is written with it."""
+        with self._write() as txn:
+            usage = self._usage(txn)
+            yield txn, usage
+            txn.put(USAGE_KEY, usage.encode(), db=self._meta)
 
     def _usage(self, txn: Any) -> Usage:
         """The accounting, with a last sequence number that no chunk exceeds, whatever became of the stored one."""
@@ -372,11 +373,9 @@ class BlockDB(Compactable):
         return sum(self.condemn([entry]) for entry in entries)
 
     def _condemn_all(self, entries: Sequence[tuple[bytes, bytes, str]]) -> None:
-        with self._write() as txn:
-            usage = self._usage(txn)
+        with self._accounted() as (txn, usage):
             for entry in entries:
                 self._condemn(txn, usage, *entry)
-            txn.put(USAGE_KEY, usage.encode(), db=self._meta)
 
     def _condemn(self, txn: Any, usage: Usage, key: bytes, value: bytes, kind: str) -> None:
         if (txn.get(key, db=self._index) or b"")[: MAX_HEADER_BYTES + 1] != value:

@@ -140,12 +140,6 @@ class Keeper:
             self._follow_pins(policy)
             return policy.victims(nbytes, self.clock())
 
-    def expired(self) -> UInt64Array:
-        """Policy keys of what is past the age limit."""
-        with self._use() as policy:
-            self._follow_pins(policy)
-            return policy.expired(self.clock())
-
     def touches(self, chain: Chain) -> Touches:
         """What the records of blocks should remember of them."""
         with self._use() as policy:

@@ -96,6 +96,8 @@ class Save:
     parent: bytes | None
     victims: list[Victim] = field(default_factory=list)
     """What is still to be evicted for this put, in order."""
+    meanwhile: bool = False
+    """Whether the writer's thread was given a transaction of this put."""
 
     def run(self) -> PutResult:
         """Store what is not present, in transactions of bounded size."""
@@ -210,7 +212,7 @@ class Save:
                         return
         finally:
             # Whatever happens, no transaction may still read a buffer that is given back.
-            if self.shard.config.sync:
+            if self.meanwhile:
                 self.shard.wait_for_writer()
 
     def _free_buffer(self, pool: StagingPool, borrower: object, idle: bool, gathering: bool) -> Buffer | None:
@@ -228,6 +230,7 @@ class Save:
     def _begin_write(self, ready: Ready, last: bool) -> Writing:
         """Write records, in the shard's own thread where that waits for a disk and there is something to do meanwhile."""
         if self.shard.config.sync and not last:
+            self.meanwhile = True
             meanwhile = self.shard.write_meanwhile(self._write, ready.records)
             if meanwhile is not None:
                 return Writing(ready.started, meanwhile)
