@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvstore.tools.bench_limits import Limits, file_system
+from kvstore.tools.bench_limits import Limits, base_folder, file_system
 from kvstore.tools.bench_report import RATIOS, machine, ratio_of, spread, versions
 from kvstore.tools.bench_subject import BenchError, Caches, Geometry, Subject
 
@@ -49,7 +49,7 @@ def run(
     """
     for layout in layouts:
         geometry.check(layout)
-    base = base_folder(path)
+    base = base_folder(path, BenchError)
     _check_room(geometry, base)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=base) as folder:
         found = {layout: _layout(geometry, layout, repeat, Path(folder), tick) for layout in layouts}
@@ -65,14 +65,6 @@ def run(
         "machine": machine() | {"file_system": kind, "torch_threads": torch.get_num_threads(), "threads": 1},
         "versions": versions(),
     }
-
-
-def base_folder(path: Path | None) -> Path:
-    """Where temporary files go. Raises BenchError where there is no such folder."""
-    base = path or Path(os.environ.get("TMPDIR") or ".")
-    if not base.is_dir():
-        raise BenchError(f"--path {base}: expected a folder that is there already; a temporary one is made in it")
-    return base
 
 
 def _describe(geometry: Geometry) -> dict[str, Any]:

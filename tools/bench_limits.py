@@ -60,6 +60,14 @@ class Limits:
         self._path.unlink(missing_ok=True)
 
 
+def base_folder(path: Path | None, error: type[Exception]) -> Path:
+    """Where temporary files go: this folder, by default $TMPDIR or the current one. Raises `error` where there is none."""
+    base = path or Path(os.environ.get("TMPDIR") or ".")
+    if not base.is_dir():
+        raise error(f"--path {base}: expected a folder that is there already; a temporary one is made in it")
+    return base
+
+
 def file_system(path: Path) -> str:
     """The type of the file system that holds a path, such as "ext4" or "tmpfs"; "" where the kernel does not say."""
     device = os.stat(path).st_dev

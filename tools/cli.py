@@ -21,8 +21,9 @@ from kvstore.tools import bench as benchmark
 from kvstore.tools import bench_gpu, bench_steady
 from kvstore.tools import drop as dropping
 from kvstore.tools import replay as replaying
+from kvstore.tools.bench_limits import base_folder
 from kvstore.tools.bench_report import render
-from kvstore.tools.bench_subject import MIB, Geometry
+from kvstore.tools.bench_subject import MIB, BenchError, Geometry
 
 MISUSE = 2
 """The exit status of a command that could not do what it was asked for."""
@@ -151,7 +152,7 @@ def _check_options(context: typer.Context, allowed: set[str], reason: str) -> No
 
 
 def _bench_steady(path: Path | None, capacity_mib: int, seed: int, as_json: bool) -> None:
-    base = benchmark.base_folder(path)
+    base = base_folder(path, BenchError)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (

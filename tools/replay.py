@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -26,6 +25,7 @@ from kvstore import CacheIdentity, KVStore, KVStoreError, PagedKVCache, StoreCon
 from kvstore.config import MAX_CAPACITY, MIB
 from kvstore.eviction import POLICIES
 from kvstore.space import PAGE_BYTES, PAGE_HEADER, usable_bytes
+from kvstore.tools.bench_limits import base_folder
 
 EPOCH_S: Final = 1_700_000_000.0
 """When a trace begins: what its first millisecond is to the store's clock."""
@@ -212,7 +212,7 @@ def run(
     if policy not in POLICIES:
         raise ReplayError(f"--policy {policy}: expected one of {', '.join(POLICIES)}")
     config = StoreConfig(capacity_bytes(capacity_blocks), "process", eviction=policy)
-    base = path or Path(os.environ.get("TMPDIR") or ".")
+    base = base_folder(path, ReplayError)
     _check_room(base, config.capacity_bytes)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvstore-replay-", dir=base) as folder:
@@ -221,8 +221,6 @@ def run(
 
 
 def _check_room(base: Path, needed: int) -> None:
-    if not base.is_dir():
-        raise ReplayError(f"--path {base}: expected a folder that is there already; a temporary one is made in it")
     free = shutil.disk_usage(base).free
     if needed > free:
         raise ReplayError(
