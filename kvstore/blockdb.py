@@ -13,11 +13,13 @@ from typing import Any, Final, TypeVar
 
 import lmdb
 
-from kvstore.compaction import Compactable
 from kvstore.environment import POLL_SECONDS
+from kvstore.following import Following
 from kvstore.quarantine import Quarantine
 from kvstore.record import MAX_HEADER_BYTES, Header, chunk_key, parse_header
 from kvstore.results import Rejection
+from kvstore.snapshot import NOTHING
+from kvstore.snapshot import ReadView as ReadView
 from kvstore.space import OVERDRAFT_BYTES, READERS_BEHIND, oldest_snapshot, usable_bytes, used_bytes
 from kvstore.storefile import DATA_NAME
 from kvstore.usage import MAX_SEQUENCE, Usage
@@ -56,34 +58,7 @@ class Written:
     tried: int
 
 
-class ReadView:
-    """A snapshot of the shard. Memoryviews that it gives dangle once the `read()` block ends: copy before."""
-
-    def __init__(self, txn: Any, index: Any, payload: Any) -> None:
-        self._txn, self._index, self._payload = txn, index, payload
-
-    def header(self, key: bytes) -> bytes | None:
-        """A copy of the index entry under the key, None where there is none; of one that is too long for a header, as
-        much as shows that."""
-        found = self._txn.get(key, db=self._index)
-        return None if found is None else bytes(found[: MAX_HEADER_BYTES + 1])
-
-    def headers(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """The index entry under each key, None where there is none, in one call."""
-        with self._txn.cursor(db=self._index) as cursor:
-            found = cursor.getmulti(keys)
-        if len(found) == len(keys):
-            return [value for _, value in found]
-        there = {bytes(key): value for key, value in found}
-        return [there.get(key) for key in keys]
-
-    def chunk(self, sequence: int, number: int) -> memoryview | None:
-        """The stored bytes of a chunk, None where it is missing."""
-        found: memoryview | None = self._txn.get(chunk_key(sequence, number), db=self._payload)
-        return found
-
-
-class BlockDB(Compactable):
+class BlockDB(Following):
     """One shard. Owned by one KVStore; threads, forks and close as Environment."""
 
     def __init__(self, folder: Path, capacity_bytes: int, sync: bool, writable: bool, quarantine_bytes: int) -> None:
@@ -99,6 +74,9 @@ class BlockDB(Compactable):
     @contextmanager
     def read(self) -> Iterator[ReadView]:
         """A snapshot inside a call; keep it short, since pages freed meanwhile are not reused."""
+        if self.gone:
+            yield NOTHING
+            return
         with self._begin() as txn:
             yield ReadView(txn, self._index, self._payload)
 

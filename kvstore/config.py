@@ -34,7 +34,11 @@ class StoreConfig:
     bytes that one snapshot reads. quarantine_bytes: the bound on condemned records, and at most an eighth of the
     capacity. threads: of the submit_ calls. eviction: what goes where a new block needs room: "hazard", what is least
     likely to be asked for again soon; "lru", what was asked for longest ago; "none", nothing: a full store refuses puts.
-    max_age_s: blocks that were not asked for in so many seconds go first (None: no limit).
+    max_age_s: blocks that were not asked for in so many seconds go first (None: no limit). put_queue: how many puts may be
+    called or submitted and not have ended; further ones fail with "backpressure". io_timeout_s: how long a call waits for a
+    buffer, and with io="process" for an answer, before it gives up: gets miss then, puts fail. max_rejections_per_minute:
+    where more blocks are refused within a minute, loads are off for loads_off_s seconds, and every block is a miss (None:
+    they stay on).
 
     Raises ConfigError.
     """
@@ -48,6 +52,10 @@ class StoreConfig:
     threads: int = 2
     eviction: str = "hazard"
     max_age_s: float | None = None
+    put_queue: int = 64
+    io_timeout_s: float = 10.0
+    max_rejections_per_minute: int | None = 1000
+    loads_off_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.durability not in DURABILITIES:
@@ -58,7 +66,12 @@ class StoreConfig:
             raise ConfigError(f"eviction {self.eviction!r}: expected one of {known}")
         if self.max_age_s is not None and not _is_duration(self.max_age_s):
             raise ConfigError(f"max_age_s is {self.max_age_s!r}: expected a number of seconds above 0, or None")
-        lowest = {"capacity_bytes": MIB, "read_batch_bytes": 1, "quarantine_bytes": 0, "threads": 1}
+        for name in ("io_timeout_s", "loads_off_s"):
+            if not _is_duration(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: expected a number of seconds above 0")
+        if self.max_rejections_per_minute is not None:
+            _check("max_rejections_per_minute", self.max_rejections_per_minute, 1)
+        lowest = {"capacity_bytes": MIB, "read_batch_bytes": 1, "quarantine_bytes": 0, "threads": 1, "put_queue": 1}
         for name, least in lowest.items():
             _check(name, getattr(self, name), least)
         if self.capacity_bytes > MAX_CAPACITY:

@@ -12,7 +12,7 @@ import torch
 
 from kvstore.cache import CacheGroup, PagedKVCache
 from kvstore.checksum import UInt64Array
-from kvstore.hostpath import host_path
+from kvstore.hostpath import STAGED_ONLY, host_path
 from kvstore.layout import LayerTensors
 from kvstore.span import Span
 
@@ -111,7 +111,10 @@ class CopyBackPath:
                     tensor.push(part.block_ids, part.valid, self._block_size)
 
     def scatter_from(self, span: Span, addresses: Ints) -> None:
-        raise TypeError("this path moves staged blocks only; ask `direct` first")
+        raise TypeError(STAGED_ONLY)
+
+    def land(self, *feed: object) -> int:
+        raise TypeError(STAGED_ONLY)
 
     def _fetch(self, part: Span) -> None:
         for tensor in self._tensors:

@@ -16,9 +16,9 @@ import torch
 
 from kvstore.cache import CacheGroup
 from kvstore.checksum import UInt64Array
-from kvstore.hostpath import StagingSums, compiled_loops, staging_sums
+from kvstore.hostpath import CACHED_BYTES, compiled_loops
 from kvstore.launches import ROW_COLUMNS, Launches, write_rows
-from kvstore.route import CACHED_BYTES, Gathered, Staged, Transfer
+from kvstore.route import Feed, Gathered, Staged, Transfer
 from kvstore.span import Span
 from kvstore.staging import Buffer, StagingPool
 from kvstore.streams import Device, Lane
@@ -50,9 +50,10 @@ class Header:
 class DeviceBuffer(Header):
     """Pinned host memory for blocks, its twin on the device, and a header."""
 
-    def __init__(self, device: Device, nbytes: int, words: int) -> None:
+    def __init__(self, device: Device, nbytes: int, words: int, memory: Bytes | None = None) -> None:
         super().__init__(device, words)
-        self.host, self.device = device.pinned(nbytes), device.memory(nbytes)
+        self.host = device.pinned(nbytes) if memory is None else device.pin(memory)
+        self.device = device.memory(nbytes)
         self.memory: Bytes = self.host.numpy()
 
 
@@ -157,6 +158,9 @@ class DeviceTransfer:
     def scatter_from(self, span: Span, addresses: Ints) -> None:
         raise TypeError("a device's blocks go through staging: ask `direct` first")
 
+    def land(self, span: Span, feed: Feed, filled: int) -> int:
+        raise TypeError("a device's blocks go through staging: ask `direct` first")
+
     def checksum(self, span: Span) -> UInt64Array:
         columns = self._launches.num_slices
         header = Header(self._route.device, len(span) * (ROW_COLUMNS + columns))
@@ -210,18 +214,14 @@ class DeviceRoute:
     def __init__(self, group: CacheGroup, device: Device) -> None:
         self.device = device
         self.launches = Launches(group, device.device)
-        self._staging_sums: StagingSums = staging_sums(group)
         self.part_bytes = CACHED_BYTES if compiled_loops() is not None else None
         self.buffer_key: Hashable = (device.device, len(group.slices), group.block_bytes)
         self._compile()
 
-    def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
-        return self._staging_sums(span, staging)
-
-    def new_buffer(self, nbytes: int) -> Buffer:
+    def new_buffer(self, nbytes: int, memory: Bytes | None = None) -> Buffer:
         blocks = max(1, nbytes // self.launches.block_bytes)
         words = blocks * (ROW_COLUMNS + self.launches.num_slices)
-        return DeviceBuffer(self.device, nbytes, max(words, MIN_HEADER_BYTES // 8))
+        return DeviceBuffer(self.device, nbytes, max(words, MIN_HEADER_BYTES // 8), memory)
 
     def stage(self, buffer: Buffer, blocks: int) -> DeviceStaged:
         assert isinstance(buffer, DeviceBuffer)

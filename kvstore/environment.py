@@ -57,7 +57,6 @@ LOCK_BYTES: Final = 10 * PAGE_BYTES
 DATABASES: Final = (b"meta", b"index", b"payload", b"quarantine")
 CLOSE_TIMEOUT: Final = 60.0
 HOLD_PATIENCE_S: Final = 30.0
-"""How long a reader waits for a file that is being rewritten."""
 REVIVE_PATIENCE_S: Final = 5.0
 POLL_SECONDS: Final = 0.002
 """How often a call that waits for others looks again. No condition variable: a signal may raise inside its Python code
@@ -98,7 +97,8 @@ class Environment:
             release(self._opened_as)
             raise
 
-    def _open(self) -> None:
+    def _open(self, patience_s: float = HOLD_PATIENCE_S) -> None:
+        """patience_s: how long a reader waits for a file that is being rewritten."""
         if self.writable:
             make_folder(self.folder)
         check_strangers(self.folder)
@@ -106,7 +106,7 @@ class Environment:
         try:
             self._prepare()
             if not self.writable:
-                self._hold_data()
+                self._hold_data(patience_s)
             known = check_data_file(self.folder / DATA_NAME)
             if not self.writable and not known:
                 raise self._no_data()
@@ -124,8 +124,8 @@ class Environment:
             self.store_file.close()
             raise
 
-    def _hold_data(self) -> None:
-        deadline = time.monotonic() + HOLD_PATIENCE_S
+    def _hold_data(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
         try:
             while not self.store_file.hold_data():
                 if time.monotonic() > deadline:

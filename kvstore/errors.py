@@ -113,6 +113,10 @@ class StoreBusy(KVStoreError):
     """The store cannot be closed: calls are still in flight."""
 
 
+class StoreUnavailable(KVStoreError):
+    """The process that has the shard open ended, or did not answer in time; it is being started again."""
+
+
 class StoreForked(KVStoreError):
     """The store was opened before a fork; the child must open its own."""
 

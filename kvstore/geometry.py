@@ -6,13 +6,15 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cache import CacheGroup
 from kvstore.errors import UnsupportedCache
+
+if TYPE_CHECKING:
+    from kvstore.cache import CacheGroup
 
 CHUNK_BYTES = 262_144
 """Raw bytes that a chunk holds at most."""

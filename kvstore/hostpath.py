@@ -10,20 +10,28 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cache import CacheGroup, LayerCache
 from kvstore.checksum import UInt64Array
 from kvstore.loops_numpy import NumpyLoops, NumpyStaging
-from kvstore.span import Span
+from kvstore.span import Blocks, Span
+
+if TYPE_CHECKING:
+    from kvstore.cache import CacheGroup, LayerCache
 
 log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
+
+CACHED_BYTES: Final = 2 * 2**20
+"""Block bytes that are gathered, summed and hashed before the next ones, so that a core's cache serves the passes."""
+
+
+STAGED_ONLY: Final = "this path moves staged blocks only; ask `direct` first"
 
 
 class HostPath(Protocol):
@@ -48,6 +56,11 @@ class HostPath(Protocol):
     def scatter_from(self, span: Span, addresses: Ints) -> None:
         """Scatter, each slice taken from the address addresses[block, slice]; int64."""
 
+    def land(
+        self, span: Span, descriptor: int, head: UInt64Array, slots: Ints, taken: Bytes, received: Bytes, filled: int
+    ) -> int:
+        """Scatter what comes over a connection (kvstore.loops_numba.land). Where `direct`."""
+
 
 class NumpyPath:
     """HostPath by numpy calls; releases the GIL only inside each of them."""
@@ -70,15 +83,18 @@ class NumpyPath:
         self._loops.scatter(span.block_ids, span.valid, staging)
 
     def scatter_from(self, span: Span, addresses: Ints) -> None:
-        raise TypeError("this path moves staged blocks only; ask `direct` first")
+        raise TypeError(STAGED_ONLY)
+
+    def land(self, *feed: object) -> int:
+        raise TypeError(STAGED_ONLY)
 
 
 class NumbaStaging:
     """Checksums of staged blocks by the compiled loops. Any thread may call it."""
 
-    def __init__(self, group: CacheGroup, loops: ModuleType) -> None:
-        self._num_slices, self._loops = len(group.slices), loops
-        self._staging_table = _staging_table(group)
+    def __init__(self, blocks: Blocks, loops: ModuleType) -> None:
+        self._num_slices, self._loops = len(blocks.slices), loops
+        self._staging_table = _staging_table(blocks)
 
     def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
         """s of each slice of staged blocks: (blocks, slices) uint64."""
@@ -114,6 +130,15 @@ class NumbaPath(NumbaStaging):
     def scatter_from(self, span: Span, addresses: Ints) -> None:
         self._loops.scatter(self._table, span.block_ids, span.valid, addresses)
 
+    def land(
+        self, span: Span, descriptor: int, head: UInt64Array, slots: Ints, taken: Bytes, received: Bytes, filled: int
+    ) -> int:
+        offsets, places = self._offsets, (self._table, span.block_ids, span.valid)
+        left: int = self._loops.land(
+            *places, offsets, self._block_bytes, descriptor, head, slots, taken, received, filled
+        )
+        return left
+
     def _staged(self, span: Span, staging: Bytes) -> Ints:
         blocks = _address(staging) + np.arange(len(span), dtype=np.int64)[:, None] * self._block_bytes
         return np.asarray(blocks + self._offsets, np.int64)
@@ -146,11 +171,12 @@ def _engine_table(group: CacheGroup) -> Ints:
     return np.array(table, np.int64)
 
 
-def _staging_table(group: CacheGroup) -> Ints:
-    cells = [s.nbytes // group.block_size for s in group.slices]
+def _staging_table(blocks: Blocks) -> Ints:
+    cells = [s.nbytes // blocks.block_size for s in blocks.slices]
+    *offsets, block_bytes = blocks.offsets.tolist()
     rows = [
-        [offset, group.block_bytes, cell, cell, offset, 0, 0, 0, index, index, 0, 0]
-        for index, (offset, cell) in enumerate(zip(group.offsets.tolist(), cells, strict=False))
+        [offset, block_bytes, cell, cell, offset, 0, 0, 0, index, index, 0, 0]
+        for index, (offset, cell) in enumerate(zip(offsets, cells, strict=True))
     ]
     return np.array(rows, np.int64)
 
@@ -180,12 +206,12 @@ StagingSums = Callable[[Span, Bytes], UInt64Array]
 """s of each slice of staged blocks in host memory: (blocks, slices) uint64."""
 
 
-def staging_sums(group: CacheGroup) -> StagingSums:
+def staging_sums(blocks: Blocks) -> StagingSums:
     """Checksums of a group's staged blocks, wherever its cache lies."""
     loops = compiled_loops()
     if loops is not None:
-        return NumbaStaging(group, loops).staging_checksum
-    staging = NumpyStaging(group)
+        return NumbaStaging(blocks, loops).staging_checksum
+    staging = NumpyStaging(blocks)
     return lambda span, staged: staging.staging_checksum(staged, span.first_tokens, span.valid)
 
 

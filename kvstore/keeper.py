@@ -50,6 +50,8 @@ class Keeper:
         self.pins: dict[object, Chain] = {}
         """What calls in flight need, by a token of theirs. A call adds and removes its own in one step each: no signal can
         leave a pin behind."""
+        self.unaccounted: set[object] = set()
+        """Puts that may have written what the policy was not told. One that is here and has no pin was cut short."""
         self._pinned: dict[object, Chain] = {}
         self._noted = clock()
         self._learned = False
@@ -97,6 +99,9 @@ class Keeper:
         """The policy, which is made anew next time if this use is cut short."""
         with self._lock:
             policy, self._policy = self._policy, None
+            if cut_short := self.unaccounted.copy() - self.pins.copy().keys():
+                self.unaccounted -= cut_short
+                self.doubtful = True
             if policy is None or self.doubtful:
                 self.doubtful = False
                 policy, self._pinned = self._load(), {}

@@ -110,6 +110,15 @@ def store_fence(context: Any) -> Any:
     return types.void(), emit
 
 
+HEAD_BYTES = 32
+receive_bytes = types.ExternalFunction("recv", types.int64(types.int32, types.int64, types.int64, types.int32))
+"""recv(2): descriptor, address, bytes, flags. A symbol of the C library, which a cached loop finds again."""
+send_bytes = types.ExternalFunction("send", types.int64(types.int32, types.int64, types.int64, types.int32))
+"""send(2), as recv."""
+NO_SIGNAL = 0x4000
+"""MSG_NOSIGNAL of Linux: a closed connection is an error, and no SIGPIPE."""
+
+
 def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """njit for one signature without the GIL, cached on disk where that works.
 
@@ -248,3 +257,56 @@ def scatter(table, block_ids, valid, sources):  # type: ignore[no-untyped-def]
                     if v_bytes > 0:
                         place(v + token * v_stride, source + token * cell + k_bytes, v_bytes)
     store_fence()
+
+
+@compiled("int64(int64, uint8[::1], int64, int64)")
+def receive_until(descriptor, received, filled, wanted):  # type: ignore[no-untyped-def]
+    """Fill `received` up to `wanted` bytes at least; how many there are then, fewer where nothing comes."""
+    while filled < wanted:
+        got = receive_bytes(descriptor, received.ctypes.data + filled, received.size - filled, 0)
+        if got <= 0:
+            return filled
+        filled += got
+    return filled
+
+
+@compiled(
+    "int64(int64[:, ::1], int64[::1], int64[::1], int64[::1], int64, "
+    "int64, uint64[::1], int64[::1], uint8[:, ::1], uint8[::1], int64)"
+)
+def land(table, block_ids, valid, offsets, block_bytes, descriptor, head, slots, taken, received, filled):  # type: ignore[no-untyped-def]
+    """Take parts of a get from a connection, scatter each, and say that its slot is free again, until what comes is no
+    part, or nothing comes. Returns how many bytes of `received` are filled then: they begin with what came instead.
+
+    A part is a head of HEAD_BYTES, which begins with `head`, two words, and has its body's length as third; then words of 64
+    bits: a slot, and the index of each block that lies there, block_bytes each from slots[slot] on, with slices at
+    `offsets`. One that names a slot or a block out of range is left for the caller. taken: what says that a slot is free.
+    """
+    start = received.ctypes.data
+    ids, tokens = np.empty_like(block_ids), np.empty_like(block_ids)
+    sources = np.empty((block_ids.size, offsets.size), np.int64)
+    while True:
+        filled = receive_until(descriptor, received, filled, HEAD_BYTES)
+        if filled < HEAD_BYTES or load64(start) != head[0] or load64(start + 8) != head[1]:
+            return filled
+        length = np.int64(load64(start + 16))
+        blocks, end = length // 8 - 1, HEAD_BYTES + length
+        if length % 8 != 0 or blocks < 1 or blocks > block_ids.size or end > received.size:
+            return filled
+        filled = receive_until(descriptor, received, filled, end)
+        if filled < end:
+            return filled
+        slot = np.int64(load64(start + HEAD_BYTES))
+        if slot < 0 or slot >= slots.size:
+            return filled
+        for b in range(blocks):
+            index = np.int64(load64(start + HEAD_BYTES + 8 + 8 * b))
+            if index < 0 or index >= block_ids.size:
+                return filled
+            ids[b], tokens[b] = block_ids[index], valid[index]
+            for s in range(offsets.size):
+                sources[b, s] = slots[slot] + b * block_bytes + offsets[s]
+        scatter(table, ids[:blocks], tokens[:blocks], sources[:blocks])
+        send_bytes(descriptor, taken.ctypes.data + slot * taken.shape[1], taken.shape[1], NO_SIGNAL)
+        received[: filled - end] = received[end:filled]
+        filled -= end

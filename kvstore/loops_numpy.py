@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cache import CacheGroup
 from kvstore.checksum import PIECE_BYTES, UInt64Array
-from kvstore.layout import Plane
+from kvstore.span import Blocks
+
+if TYPE_CHECKING:
+    from kvstore.cache import CacheGroup
+    from kvstore.layout import Plane
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -31,12 +35,12 @@ def plane_view(plane: Plane, blocks: int, heads: int, tokens: int) -> Bytes:
 class NumpyStaging:
     """Checksums of staged blocks by numpy. Stateless after construction: any thread may call it."""
 
-    def __init__(self, group: CacheGroup) -> None:
-        self._slices, self._offsets, self._block_size = group.slices, group.offsets, group.block_size
+    def __init__(self, blocks: Blocks) -> None:
+        self._num_slices, self._offsets, self._block_size = len(blocks.slices), blocks.offsets, blocks.block_size
 
     def staging_checksum(self, staging: Bytes, first_tokens: Ints, valid: Ints) -> UInt64Array:
         """s of each slice of staged blocks, (blocks, block bytes) in canonical order: (blocks, slices) uint64."""
-        out = np.empty((staging.shape[0], len(self._slices)), np.uint64)
+        out = np.empty((staging.shape[0], self._num_slices), np.uint64)
         for index, chosen, tokens in self._runs(valid):
             out[chosen, index] = _sums(self._staged(staging, index)[chosen, :tokens], first_tokens[chosen])
         return out
@@ -45,7 +49,7 @@ class NumpyStaging:
         """(slice, indices of blocks, their valid tokens): blocks of equal valid tokens are one numpy call."""
         for tokens in np.unique(valid):
             chosen = np.flatnonzero(valid == tokens)
-            for index in range(len(self._slices)):
+            for index in range(self._num_slices):
                 yield index, chosen, int(tokens)
 
     def _staged(self, staging: Bytes, index: int) -> Bytes:
@@ -60,6 +64,7 @@ class NumpyLoops(NumpyStaging):
 
     def __init__(self, group: CacheGroup) -> None:
         super().__init__(group)
+        self._slices = group.slices
         self._planes = [
             [plane_view(p, group.num_blocks, layer.heads, group.block_size) for p in layer.planes]
             for layer in group.layers
@@ -67,7 +72,7 @@ class NumpyLoops(NumpyStaging):
 
     def checksum(self, block_ids: Ints, first_tokens: Ints, valid: Ints) -> UInt64Array:
         """s of each slice of the engine's blocks: (blocks, slices) uint64."""
-        out = np.empty((block_ids.size, len(self._slices)), np.uint64)
+        out = np.empty((block_ids.size, self._num_slices), np.uint64)
         for index, chosen, tokens in self._runs(valid):
             out[chosen, index] = _sums(self._cells(index, block_ids[chosen], tokens), first_tokens[chosen])
         return out

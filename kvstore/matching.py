@@ -9,7 +9,8 @@ from typing import Final
 import lmdb
 
 from kvstore.record import VERSION, Header, parse_header
-from kvstore.shard import GroupView, Shard
+from kvstore.shape import GroupShape
+from kvstore.shard import Shard
 
 FIRST_KEYS: Final = 16
 """Keys that are looked up at first; then twice as many each time, since most requests end early or late."""
@@ -22,7 +23,7 @@ class Match:
     """One match_prefix call over one group."""
 
     shard: Shard
-    view: GroupView
+    shape: GroupShape
     keys: list[bytes]
 
     def run(self) -> int:
@@ -44,9 +45,9 @@ class Match:
 
     def _leading(self, position: int, keys: list[bytes], entries: list[memoryview | None]) -> int:
         """How many leading keys answer, the first of which asks for a position."""
-        view, doubtful = self.view, bool(self.shard.refused)
-        block_size, raw_length, fingerprint = view.group.block_size, view.plan.raw_length, view.fingerprint
-        geometry, unpack, least = view.geometry, FIT.unpack_from, FIT.size + len(view.geometry)
+        shape, doubtful = self.shape, bool(self.shard.refused)
+        block_size, raw_length, fingerprint = shape.block_size, shape.plan.raw_length, shape.fingerprint
+        geometry, unpack, least = shape.geometry, FIT.unpack_from, FIT.size + len(shape.geometry)
         start = -len(geometry)
         for asked, entry in enumerate(entries, position):
             if entry is None:
@@ -64,4 +65,4 @@ class Match:
         if self.shard.refused.holds(key, value):
             return False
         header = parse_header(value, key)
-        return not isinstance(header, Header) or self.view.misfit(header, position) is None
+        return not isinstance(header, Header) or self.shape.misfit(header, position) is None

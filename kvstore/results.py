@@ -31,6 +31,8 @@ FAILURE_REASONS: Final = {
     "source_changed": "the engine's blocks changed while they were copied, or were not copied right",
     "disk_full": "the file system has no room left",
     "io_error": "the file system or the database failed to write",
+    "backpressure": "too many puts were waiting already",
+    "io_process": "the process that writes the shard ended or did not answer; the block may be stored all the same",
 }
 """Every reason for which a block is not stored."""
 

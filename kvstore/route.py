@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.cache import CacheGroup
 from kvstore.checksum import UInt64Array, weighted_sums
-from kvstore.hostpath import HostPath
+from kvstore.hostpath import CACHED_BYTES, HostPath
 from kvstore.span import Span
 from kvstore.staging import Buffer, HostBuffer, StagingPool
 
-CACHED_BYTES: Final = 2 * 2**20
-"""Block bytes that are gathered, summed and hashed before the next ones, so that a core's cache serves the passes."""
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
@@ -33,6 +32,19 @@ class Gathered(Protocol):
     def take(self, first: int, end: int) -> UInt64Array:
         """Wait until the staged rows first to end - 1 are complete: s of each slice, summed from the engine's blocks
         before they were copied, (rows, slices) uint64. Rows are taken once, in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """Where a loop takes parts of a get from (kvstore.loops_numba.land). descriptor: of the connection; head: what a part
+    begins with, (2,) uint64; slots: addresses of the memory where blocks lie, (slots,) int64; taken: what says that a slot is
+    free again, (slots, bytes) uint8; received: room for parts, (bytes,) uint8."""
+
+    descriptor: int
+    head: UInt64Array
+    slots: Ints
+    taken: Bytes
+    received: Bytes
 
 
 class Transfer(Protocol):
@@ -53,6 +65,10 @@ class Transfer(Protocol):
 
     def scatter_from(self, span: Span, addresses: Ints) -> None:
         """Scatter, each slice taken from the address addresses[block, slice]; int64. Where the route is `direct`."""
+
+    def land(self, span: Span, feed: Feed, filled: int) -> int:
+        """Scatter what comes over a connection until that is no part, in one call without the interpreter's lock. Where the
+        route is `direct`. filled: how many bytes of feed.received are; returns how many are then."""
 
     def checksum(self, span: Span) -> UInt64Array:
         """s of each slice of the engine's blocks, behind all that was started: (blocks, slices) uint64."""
@@ -79,11 +95,9 @@ class Route(Protocol):
     get_bytes: int
     """Block bytes of a get that are best staged at a time."""
 
-    def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
-        """s of each slice of staged blocks, as they lie in host memory: (blocks, slices) uint64."""
-
-    def new_buffer(self, nbytes: int) -> Buffer:
-        """A buffer for nbytes of blocks. Raises StagingMemoryError."""
+    def new_buffer(self, nbytes: int, memory: Bytes | None = None) -> Buffer:
+        """A buffer for nbytes of blocks; memory: where on the host it shall lie, (nbytes,) uint8. Raises
+        StagingMemoryError."""
 
     def stage(self, buffer: Buffer, blocks: int) -> Staged:
         """Room for this many blocks."""
@@ -133,6 +147,9 @@ class HostTransfer:
     def scatter_from(self, span: Span, addresses: Ints) -> None:
         self._path.scatter_from(span, addresses)
 
+    def land(self, span: Span, feed: Feed, filled: int) -> int:
+        return self._path.land(span, feed.descriptor, feed.head, feed.slots, feed.taken, feed.received, filled)
+
     def checksum(self, span: Span) -> UInt64Array:
         return self._path.checksum(span)
 
@@ -156,11 +173,8 @@ class HostRoute:
         self.part_bytes: int | None = CACHED_BYTES if path.direct else None
         self._block_bytes, self._factors, self._ready = group.block_bytes, group.factors, ready
 
-    def staging_checksum(self, span: Span, staging: Bytes) -> UInt64Array:
-        return self.path.staging_checksum(span, staging)
-
-    def new_buffer(self, nbytes: int) -> Buffer:
-        return HostBuffer(nbytes)
+    def new_buffer(self, nbytes: int, memory: Bytes | None = None) -> Buffer:
+        return HostBuffer(nbytes, memory)
 
     def stage(self, buffer: Buffer, blocks: int) -> HostStaged:
         return HostStaged(buffer, blocks, self._block_bytes)

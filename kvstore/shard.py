@@ -1,85 +1,31 @@
-"""What the loads and saves of one open shard share: database, counters, refused keys, pools of staging memory."""
+"""What the calls of one open shard share on the side of the files: database, keeper, counters, refused keys."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import lmdb
 
+from kvstore.audit import follow_reports
 from kvstore.blockdb import BlockDB, Victim
-from kvstore.cache import CacheGroup, PagedKVCache
-from kvstore.checksum import UInt64Array, block_checksum_tags
 from kvstore.codec import Codec
 from kvstore.config import StoreConfig
+from kvstore.counters import Counters, Refused
 from kvstore.errors import StoreClosed
-from kvstore.geometry import ChunkPlan, chunk_plan, describe, encode_geometry
-from kvstore.identity import CacheIdentity, group_fingerprint
+from kvstore.hostpath import StagingSums, staging_sums
+from kvstore.identity import identity_digest
 from kvstore.keeper import Keeper
-from kvstore.record import SEQUENCE_FIELD, Header, record_key
-from kvstore.results import Rejection
-from kvstore.staging import StagingPool
-from kvstore.transfer import route_of
+from kvstore.reports import MAX_REPORTS, Reports
+from kvstore.shape import GroupShape
 
 log = logging.getLogger(__name__)
-MAX_REFUSED: Final = 2**16
 T = TypeVar("T")
-
-
-class Counters:
-    """Named counts. Any thread may add."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    def add(self, name: str, amount: int = 1) -> None:
-        """Count `amount` more."""
-        if amount:
-            with self._lock:
-                self._counts[name] += amount
-
-    def figures(self) -> dict[str, int]:
-        """All counts, by name."""
-        with self._lock:
-            return dict(sorted(self._counts.items()))
-
-
-class Refused:
-    """Keys whose record was refused: a miss in this store object until another record lies there.
-
-    Bound to the sequence number in the index entry, and to MAX_REFUSED keys, the oldest going first (such a record
-    would be refused again). Any thread may call it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sequences: OrderedDict[bytes, bytes] = OrderedDict()
-
-    def add(self, key: bytes, value: bytes) -> None:
-        """Refuse the index entry `value` under this key."""
-        with self._lock:
-            self._sequences[key] = value[SEQUENCE_FIELD]
-            if len(self._sequences) > MAX_REFUSED:
-                self._sequences.popitem(last=False)
-
-    def holds(self, key: bytes, value: bytes) -> bool:
-        """Whether this index entry was refused."""
-        return bool(self._sequences) and self._sequences.get(key) == value[SEQUENCE_FIELD]
-
-    def discard(self, key: bytes) -> None:
-        """The key was put again."""
-        with self._lock:
-            self._sequences.pop(key, None)
-
-    def __len__(self) -> int:
-        return len(self._sequences)
 
 
 @dataclass(eq=False)
@@ -87,39 +33,27 @@ class Shard:
     """One open shard, shared by every KVStore that is attached to it."""
 
     db: BlockDB
-    identity: CacheIdentity
+    identity_json: bytes
+    """The canonical JSON of the identity."""
     config: StoreConfig
     codec: Codec
-    keeper: Keeper | None = None
-    """None where nothing is evicted: in a reader, and by configuration."""
     counters: Counters = field(default_factory=Counters)
     refused: Refused = field(default_factory=Refused)
-    _pools: dict[Hashable, StagingPool] = field(default_factory=dict)
-    _executor: ThreadPoolExecutor | None = None
+    keeper: Keeper | None = None
+    """None where nothing is evicted: in a reader, and by configuration."""
     _writer: ThreadPoolExecutor | None = None
-    _workers: set[threading.Thread] = field(default_factory=set)
-    _executor_lock: threading.Lock = field(default_factory=threading.Lock)
+    _writer_lock: threading.Lock = field(default_factory=threading.Lock)
+    _sums: dict[GroupShape, StagingSums] = field(default_factory=dict)
 
     @cached_property
     def identity_id(self) -> bytes:
-        return self.identity.digest()
+        """The id that index keys begin with."""
+        return identity_digest(self.identity_json)
 
-    @cached_property
-    def identity_json(self) -> bytes:
-        return self.identity.canonical_json().encode()
-
-    def submit(self, call: Callable[..., T], *arguments: object) -> Future[T]:
-        """Run a call in one of the shard's threads. Raises StoreClosed or StoreForked."""
-        self.db.check_open()
-        with self._executor_lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(
-                    self.config.threads, "kvstore", lambda: self._workers.add(threading.current_thread())
-                )
-            try:
-                return self._executor.submit(call, *arguments)
-            except RuntimeError:
-                raise StoreClosed(f"{self.db.folder} is being closed: open the store again") from None
+    def staging_sums(self, shape: GroupShape) -> StagingSums:
+        """Checksums of staged blocks of a shape."""
+        known = self._sums.get(shape)
+        return known if known is not None else self._sums.setdefault(shape, staging_sums(shape))
 
     def write_meanwhile(self, call: Callable[..., T], *arguments: object) -> Future[T] | None:
         """Run a call's transaction in the one thread that is kept for that. For calls that have entered the database, and
@@ -132,7 +66,7 @@ class Shard:
             return call(*arguments)
 
         try:
-            with self._executor_lock:
+            with self._writer_lock:
                 if self._writer is None:
                     self._writer = ThreadPoolExecutor(1, "kvstore-writer")
                 return self._writer.submit(run)
@@ -157,15 +91,9 @@ class Shard:
             raise raised
 
     def close(self) -> None:
-        """Finish submitted calls, then close the database. In a fork's child, which has none of the threads, nothing.
-
-        In a callback of a future, which runs in one of the shard's own threads, it does not wait for that thread: calls
-        that were submitted and not begun raise StoreClosed then.
-        """
+        """Close the database. In a fork's child, which has none of the threads, nothing."""
         if self.db.forked:
             return
-        if self._executor is not None:
-            self._executor.shutdown(wait=threading.current_thread() not in self._workers)
         self._write_down()
         try:
             self.db.close()
@@ -207,56 +135,30 @@ class Shard:
         if self.keeper is not None:
             self.keeper.removed([*keys, *(victim[0] for victim in victims if victim)])
 
-    def staging(self, view: GroupView, purpose: str) -> StagingPool:
-        """The pool for puts ("put"), whose buffers hold one transaction's blocks, or for gets ("get"); at least a block."""
-        wanted = view.route.get_bytes if purpose == "get" and self.config.batch_bytes is None else 0
-        nbytes = max(self.config.write_batch_bytes, view.plan.raw_length, wanted)
-        key = (purpose, view.route.buffer_key, nbytes)
-        pool = self._pools.get(key)
-        return pool if pool is not None else self._pools.setdefault(key, StagingPool(nbytes, view.route.new_buffer))
+    @cached_property
+    def reports(self) -> Reports:
+        """What readers tell the writer."""
+        return Reports(self.db.folder)
 
+    def follow_reports(self, most: int = MAX_REPORTS) -> None:
+        """As the writer, look at records that readers refused, so many at most, and condemn those that are to blame."""
+        if reports := self.reports.take(most):
+            condemned = follow_reports(self.db, reports)
+            self.counters.add("reports_followed", len(reports))
+            self.counters.add("reports_condemned", len(condemned))
+            if condemned:
+                self.condemn(condemned)
 
-class GroupView:
-    """One cache group as a shard's records describe it: what its headers must say, and how its bytes travel.
-
-    Immutable after construction: any thread may use it. Raises UnsupportedCache for a group that no record can hold.
-    """
-
-    def __init__(self, cache: PagedKVCache, number: int, identity: CacheIdentity) -> None:
-        self.group: CacheGroup = cache.group(number)
-        self.route = route_of(cache, number)
-        self.geometry = encode_geometry(self.group)
-        self.plan: ChunkPlan = chunk_plan(self.group.slice_bytes)
-        self.direct = self.route.direct and self.plan.whole_slices
-        """Whether slices of a raw record can be copied from where LMDB maps them."""
-        self.fingerprint = group_fingerprint(identity, number)
-        self.prefix = record_key(identity.digest(), number, b"")
-
-    def keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """The index keys of block hashes."""
-        return [self.prefix + h for h in block_hashes]
-
-    def tags(self, block_hashes: Sequence[bytes]) -> UInt64Array:
-        """The tags of block hashes: (blocks,) uint64."""
-        return block_checksum_tags(block_hashes, self.fingerprint)
-
-    def same_shape(self, header: Header) -> bool:
-        """Whether a record has this group's geometry and lengths."""
-        return (
-            header.geometry == self.geometry
-            and header.block_size == self.group.block_size
-            and header.raw_length == self.plan.raw_length
-        )
-
-    def misfit(self, header: Header, position: int) -> Rejection | None:
-        """Why an intact record cannot answer for a block at this position, None where it can."""
-        if header.fingerprint != self.fingerprint:
-            return Rejection(
-                "fingerprint", f"stored for layers {header.fingerprint:016x}, asked {self.fingerprint:016x}"
-            )
-        if not self.same_shape(header):
-            stored, asked = describe(header.block_size, header.geometry), describe(self.group.block_size, self.geometry)
-            return Rejection("geometry", f"stored: {stored}; asked: {asked}")
-        if header.position != position:
-            return Rejection("position", f"stored at position {header.position}, asked at {position}")
-        return None
+    def condemn(self, entries: Sequence[tuple[bytes, bytes, str]]) -> None:
+        """Take condemned records out of the store, as BlockDB.condemn; what fails is counted and logged. A reader tells the
+        writer."""
+        if not self.db.writable:
+            self.counters.add("reports_lost", self.reports.add(entries))
+            return
+        try:
+            self.counters.add("quarantine_failed", self.db.condemn(entries))
+        except (lmdb.Error, OSError):
+            self.counters.add("quarantine_failed", len(entries))
+            log.exception("%s: damaged records could not be moved to quarantine", self.db.folder)
+        if self.keeper is not None:
+            self.keeper.removed([key for key, _, _ in entries])

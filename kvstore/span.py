@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cache import CacheGroup
 from kvstore.checksum import MAX_HASH_BYTES, MIN_HASH_BYTES, check_block_hash, num_valid_tokens
 from kvstore.errors import (
     DuplicateBlockId,
@@ -19,9 +19,36 @@ from kvstore.errors import (
     NoValidTokens,
 )
 
+if TYPE_CHECKING:
+    from kvstore.cache import CacheGroup
+
 Ints = npt.NDArray[np.int64]
 MAX_TOKENS = 2**62
 """Token numbers stay far inside int64."""
+
+
+class Sized(Protocol):
+    """What has a number of bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+
+
+class Blocks(Protocol):
+    """What staged blocks are made of: block_size tokens of each slice, in canonical order."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+
+    @property
+    def slices(self) -> Sequence[Sized]:
+        """The slices of a block."""
+
+    @property
+    def offsets(self) -> Ints:
+        """Offset of each slice in a block, and their end: (slices + 1,) int64."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -12,7 +13,12 @@ import numpy.typing as npt
 
 STAGING_BUFFERS: Final = 2
 POLL_SECONDS: Final = 0.001
+PATIENCE_S: Final = 30.0
 Bytes = npt.NDArray[np.uint8]
+
+
+class BuffersBusy(Exception):
+    """No buffer came free in time. Never leaves the store: gets miss, puts fail."""
 
 
 class Buffer(Protocol):
@@ -26,10 +32,10 @@ class Buffer(Protocol):
 
 
 class HostBuffer:
-    """A buffer of the host alone."""
+    """A buffer of the host alone. memory: where it shall lie."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory: Bytes = np.empty(nbytes, np.uint8)
+    def __init__(self, nbytes: int, memory: Bytes | None = None) -> None:
+        self.memory: Bytes = np.empty(nbytes, np.uint8) if memory is None else memory
 
     def ready(self) -> None:
         """Nothing but the caller's thread uses it."""
@@ -43,21 +49,26 @@ class StagingPool:
     finally: pool.borrowed.pop(borrower, None)`: giving all back is one step (see Environment.enter).
     """
 
-    def __init__(self, nbytes: int, make: Callable[[int], Buffer] = HostBuffer) -> None:
-        self.nbytes = nbytes
+    def __init__(
+        self, nbytes: int, make: Callable[[int], Buffer] = HostBuffer, waiting: Callable[[], None] = lambda: None
+    ) -> None:
+        self.nbytes, self._waiting = nbytes, waiting
         self.borrowed: dict[object, set[int]] = {}
         self._make = make
         self._lock = threading.Lock()
         self._turn = 0
         self._buffers: list[Buffer | None] = [None] * STAGING_BUFFERS
 
-    def borrow(self, borrower: object) -> Buffer:
-        """A buffer of nbytes that no device uses; waits while all are borrowed. Raises what making one raises."""
-        while True:
-            buffer = self.try_borrow(borrower)
-            if buffer is not None:
-                return buffer
+    def borrow(self, borrower: object, patience_s: float = PATIENCE_S) -> Buffer:
+        """A buffer of nbytes that no device uses; waits while all are borrowed. Raises BuffersBusy where that takes longer
+        than patience_s, and what making one raises."""
+        deadline = time.monotonic() + patience_s
+        while (buffer := self.try_borrow(borrower)) is None:
+            if time.monotonic() > deadline:
+                raise BuffersBusy(f"all {STAGING_BUFFERS} staging buffers were in use for {patience_s:g} seconds")
+            self._waiting()
             time.sleep(POLL_SECONDS)
+        return buffer
 
     def try_borrow(self, borrower: object) -> Buffer | None:
         """A buffer as `borrow` gives it, None where all are borrowed."""
@@ -83,3 +94,32 @@ class StagingPool:
             self.borrowed.setdefault(borrower, set()).add(number)
             self._turn = number + 1
         return number
+
+
+class Buffers:
+    """Pools of staging memory, by what tells buffers apart, all of one kind of memory. Any thread may use it.
+
+    memory: where buffers shall lie, by their bytes; None: wherever their routes put them. waiting: called while somebody
+    waits for a buffer, which may give some back.
+    """
+
+    def __init__(
+        self, memory: Callable[[int], Bytes] | None = None, waiting: Callable[[], None] = lambda: None
+    ) -> None:
+        self.pools: dict[Hashable, StagingPool] = {}
+        self._memory, self._waiting = memory, waiting
+
+    def pool(self, key: Hashable, nbytes: int, make: Callable[[int, Bytes | None], Buffer]) -> StagingPool:
+        """The pool of a key, made where there is none yet. make: a buffer of so many bytes, in given memory."""
+        pool = self.pools.get(key)
+        return pool if pool is not None else self.pools.setdefault(key, self._new_pool(nbytes, make))
+
+    def _new_pool(self, nbytes: int, make: Callable[[int, Bytes | None], Buffer]) -> StagingPool:
+        return StagingPool(nbytes, partial(self._make, make), self._waiting)
+
+    def _make(self, make: Callable[[int, Bytes | None], Buffer], nbytes: int) -> Buffer:
+        return make(nbytes, None if self._memory is None else self._memory(nbytes))
+
+
+NO_BUFFERS: Final = Buffers()
+"""A call's before it has begun."""

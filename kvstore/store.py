@@ -11,29 +11,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-import lmdb
-
-from kvstore.blockdb import BlockDB
+from kvstore.breaker import Breaker
 from kvstore.cache import PagedKVCache
 from kvstore.checksum import check_block_hash
-from kvstore.codec import codec_named
 from kvstore.config import NO_EVICTION, StoreConfig
-from kvstore.errors import (
-    ConfigError,
-    IdentityError,
-    InvalidCache,
-    ReadOnlyStore,
-)
-from kvstore.evicting import drop_records, evict_blocks, shrink
-from kvstore.identity import CacheIdentity, Rank, identity_digest
-from kvstore.keeper import Keeper
+from kvstore.errors import ConfigError, InvalidCache, ReadOnlyStore, StoreUnavailable
+from kvstore.front import Front
+from kvstore.identity import CacheIdentity, Rank
+from kvstore.inline import InlineStorage, Opening, open_shard
 from kvstore.loading import Load
-from kvstore.matching import Match
 from kvstore.opening import check_layers, check_types, complete_identity, store_root
+from kvstore.remote import RemoteStorage
 from kvstore.results import GetResult, PutResult
 from kvstore.saving import Save
-from kvstore.shard import GroupView, Shard
 from kvstore.span import as_hashes, check_hashes, check_span
+from kvstore.storage import Question, Storage, Unavailable
+from kvstore.views import GroupView
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,7 +39,8 @@ class KVStore:
     must be equal for KV to be reusable. config: capacity, durability and the like, by default StoreConfig(). rank:
     which worker of a tensor- and pipeline-parallel engine this is, by default the only one; each has a shard of its
     own, and needs an identity with the layers of the unsharded model. mode: "rw", one writer a shard, or "r". io:
-    "inline", in this process. clock: seconds since 1970, for eviction; replays bring their own.
+    "process", the files are another process's, whose end costs misses and no more: for serving engines; "inline", this one's.
+    clock: seconds since 1970, for eviction; replays bring their own.
 
     The caller owns it and closes it (or uses `with`); close waits for calls in flight. Any thread may call it, also
     several at once, as long as calls in flight at one time do not touch the same engine blocks. After close every
@@ -72,44 +66,21 @@ class KVStore:
         check_types(cache, identity, config, rank)
         if mode not in ("r", "rw"):
             raise ConfigError(f'mode {mode!r}: expected "r" or "rw"')
-        if io != "inline":
-            raise ConfigError(f'io {io!r}: expected "inline"')
+        if io not in ("inline", "process"):
+            raise ConfigError(f'io {io!r}: expected "inline" or "process"')
         complete = complete_identity(identity, cache, rank)
         self._bind(cache, complete)
-        folder = store_root(path) / rank.folder
-        db = BlockDB(folder, config.capacity_bytes, config.sync, mode == "rw", config.quarantine_bytes)
-        self._shard = Shard(db, complete, config, codec_named(config.codec))
-        self._owner = True
-        try:
-            self._check_identity()
-            if mode == "rw" and config.eviction != NO_EVICTION:
-                self._shard.keeper = Keeper(db, config.eviction, config.max_age_s, clock)
-                self._shard.keeper.load()
-            if db.oversized:
-                shrink(self._shard)
-        except BaseException:
-            db.close()
-            raise
+        text = complete.canonical_json().encode()
+        opening = Opening(store_root(path) / rank.folder, config, text, mode == "rw", clock)
+        storage: Storage = RemoteStorage(opening) if io == "process" else InlineStorage(open_shard(opening))
+        breaker = Breaker(config.max_rejections_per_minute, config.loads_off_s)
+        self._front = Front(storage, opening.folder, complete, config, breaker)
+        self._writable, self._owner = mode == "rw", True
 
     def _bind(self, cache: PagedKVCache, identity: CacheIdentity) -> None:
         check_layers(cache, identity)
         self._cache = cache
         self._views = {number: GroupView(cache, number, identity) for number in cache.groups}
-
-    def _check_identity(self) -> None:
-        try:
-            stored = self._shard.db.identity(self._shard.identity_id)
-        except lmdb.Error:
-            return
-        if stored is None or stored == self._shard.identity_json:
-            return
-        if identity_digest(stored) != self._shard.identity_id:
-            log.warning("%s: the stored identity is damaged; the next put writes it anew", self._shard.db.folder)
-        else:
-            raise IdentityError(
-                f"{self._shard.db.folder}: the identity id {self._shard.identity_id.hex()} belongs to another identity, "
-                f"{stored[:200]!r}: give this model a path of its own"
-            )
 
     def attach(self, cache: PagedKVCache) -> KVStore:
         """A KVStore over the same open shard whose blocks lie in another cache of the same model.
@@ -117,12 +88,12 @@ class KVStore:
         It shares database, counters and refused keys; closing it does nothing, closing this one ends both.
         Raises IdentityError or UnsupportedCache where the cache does not fit the identity, StoreClosed or StoreForked.
         """
-        self._shard.db.check_open()
+        self._front.storage.check_open()
         if not isinstance(cache, PagedKVCache):
             raise InvalidCache(f"cache is a {type(cache).__name__}: expected PagedKVCache.from_tensors(...)")
         other = object.__new__(type(self))
-        other._bind(cache, self._shard.identity)
-        other._shard, other._owner = self._shard, False
+        other._bind(cache, self._front.identity)
+        other._front, other._writable, other._owner = self._front, self._writable, False
         return other
 
     @property
@@ -133,12 +104,18 @@ class KVStore:
     @property
     def identity(self) -> CacheIdentity:
         """The identity, with the layers of the unsharded model."""
-        return self._shard.identity
+        return self._front.identity
+
+    @property
+    def io_process_id(self) -> int | None:
+        """The id of the process that has the shard open for this store; None with io="inline", and while it is being
+        started again."""
+        return self._front.storage.process_id
 
     @property
     def folder(self) -> Path:
         """The shard's folder."""
-        return self._shard.db.folder
+        return self._front.folder
 
     def put_blocks(
         self,
@@ -157,7 +134,11 @@ class KVStore:
         durable as the configuration says. Raises InvalidBlockHash, LengthMismatch, InvalidBlockId, InvalidPosition,
         NoValidTokens, UnknownGroup, ReadOnlyStore, StoreClosed or StoreForked; then nothing was stored.
         """
-        return self._run(self._save(block_hashes, block_ids, start, num_tokens, group, parent).run)
+        job, turn = self._save(block_hashes, block_ids, start, num_tokens, group, parent), object()
+        try:
+            return self._run(job.run) if self._queued(turn) else job.refuse()
+        finally:
+            self._front.puts.discard(turn)
 
     def get_blocks(
         self,
@@ -182,11 +163,13 @@ class KVStore:
         block_hashes: from position 0; or {group: hashes} for several groups, where a prefix ends as soon as one
         group's does. Raises InvalidBlockHash, UnknownGroup, StoreClosed or StoreForked.
         """
-        self._shard.db.check_open()
+        self._front.storage.check_open()
         if isinstance(block_hashes, Mapping):
             return min((self.match_prefix(hashes, number) for number, hashes in block_hashes.items()), default=0)
-        view = self._view(group)
-        return self._run(Match(self._shard, view, view.keys(as_hashes(block_hashes))).run)
+        shape, hashes = self._view(group).shape, as_hashes(block_hashes)
+        if self._front.breaker.off():
+            return 0
+        return self._ask("match_unavailable", lambda: self._front.storage.match(shape, hashes), 0)
 
     def touch(self, block_hashes: Sequence[bytes], group: int = 0) -> None:
         """A request came that wants these blocks, from position 0, here or not: this feeds eviction. Nothing is written.
@@ -194,12 +177,11 @@ class KVStore:
         Call it once a request, before `get_blocks`. A get of blocks that nobody touched within a minute counts as a
         request of them. Raises InvalidBlockHash, UnknownGroup, StoreClosed or StoreForked.
         """
-        self._shard.db.check_open()
-        view, hashes = self._view(group), as_hashes(block_hashes)
-        self._shard.counters.add("touched", len(hashes))
-        keeper = self._shard.keeper
-        if keeper is not None and hashes:
-            self._run(lambda: keeper.touch(keeper.chain(view.prefix, hashes, 0, None)))
+        self._front.storage.check_open()
+        shape, hashes = self._view(group).shape, as_hashes(block_hashes)
+        self._front.counters.add("touched", len(hashes))
+        if self._writable and hashes:
+            self._ask("touch_unavailable", lambda: self._front.storage.touch(shape, hashes), None)
 
     def evict(self, blocks: int) -> int:
         """Evict so many blocks of the shard, of any identity, those first that eviction would choose. Returns how many
@@ -208,10 +190,12 @@ class KVStore:
         Raises ConfigError for a number below 0 or a store that does not evict, StorePathError where writing failed (what
         went before is gone), ReadOnlyStore, StoreClosed or StoreForked.
         """
-        keeper = self._keeper()
+        self._check_writable()
+        if self._front.config.eviction == NO_EVICTION:
+            raise ConfigError(f'{self.folder} was opened with eviction="none": open it with a policy')
         if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 0:
             raise ConfigError(f"blocks is {blocks!r}: expected how many blocks to evict, 0 or more")
-        return self._run(lambda: evict_blocks(self._shard, keeper, blocks))
+        return self._insist(lambda: self._front.storage.evict(blocks))
 
     def clear(self) -> int:
         """Delete every record of the shard, of any identity; quarantine stays. Returns how many went.
@@ -219,17 +203,11 @@ class KVStore:
         Raises StorePathError where writing failed (what went before is gone), ReadOnlyStore, StoreClosed or StoreForked.
         """
         self._check_writable()
-        return self._run(lambda: drop_records(self._shard, b""))
-
-    def _keeper(self) -> Keeper:
-        self._check_writable()
-        if self._shard.keeper is None:
-            raise ConfigError(f'{self.folder} was opened with eviction="none": open it with a policy')
-        return self._shard.keeper
+        return self._insist(self._front.storage.clear)
 
     def _check_writable(self) -> None:
-        self._shard.db.check_open()
-        if not self._shard.db.writable:
+        self._front.storage.check_open()
+        if not self._writable:
             raise ReadOnlyStore(f'{self.folder} was opened with mode="r": open it with mode="rw" to change it')
 
     def submit_put_blocks(
@@ -243,8 +221,21 @@ class KVStore:
     ) -> Future[PutResult]:
         """`put_blocks` in a thread of the store: arguments are checked and copied now, and exceptions raised; the engine's
         blocks must not change until the future is done."""
-        job = self._save(block_hashes, block_ids, start, num_tokens, group, parent)
-        return self._shard.submit(self._run, job.run)
+        job, turn, refused = (
+            self._save(block_hashes, block_ids, start, num_tokens, group, parent),
+            object(),
+            Future[PutResult](),
+        )
+        if not self._queued(turn):
+            refused.set_result(job.refuse())
+            return refused
+        try:
+            future = self._front.submit(self._run, job.run)
+        except BaseException:
+            self._front.puts.discard(turn)
+            raise
+        future.add_done_callback(lambda done: self._front.puts.discard(turn))
+        return future
 
     def submit_get_blocks(
         self,
@@ -257,7 +248,7 @@ class KVStore:
         """`get_blocks` in a thread of the store: arguments are checked and copied now, and exceptions raised; the engine's
         blocks must not be used until the future is done."""
         job = self._load(block_hashes, block_ids, start, num_tokens, group)
-        return self._shard.submit(self._run, job.run)
+        return self._front.submit(self._run, job.run)
 
     def _save(
         self,
@@ -274,32 +265,61 @@ class KVStore:
         span = check_span(view.group, block_ids, start, num_tokens)
         hashes = check_hashes(block_hashes, len(span))
         before = None if parent is None else check_block_hash(parent)
-        return Save(self._shard, view, view.route.begin_put(), view.keys(hashes), hashes, span, before)
+        question = Question(view.shape, hashes, span.start, span.valid, before)
+        return Save(self._front, view, view.route.begin_put(), question, span)
 
     def _load(
         self, block_hashes: Sequence[bytes], block_ids: Sequence[int], start: int, num_tokens: int | None, group: int
     ) -> Load:
         """A get, checked, with copies of its arguments."""
-        self._shard.db.check_open()
+        self._front.storage.check_open()
         view = self._view(group)
         span = check_span(view.group, block_ids, start, num_tokens)
         hashes = check_hashes(block_hashes, len(span))
-        return Load(self._shard, view, view.route.begin_get(), view.keys(hashes), hashes, span)
+        question = Question(view.shape, hashes, span.start, span.valid)
+        return Load(self._front, view, view.route.begin_get(), question, span)
 
     def _run(self, work: Callable[[], T]) -> T:
         """Do one call's work. A method, so that this object, and with it the cache's memory, outlives the work."""
-        db, token = self._shard.db, object()
+        storage, token = self._front.storage, object()
         try:
-            db.enter(token)
+            storage.enter(token)
             return work()
         finally:
-            db.calls.discard(token)
+            storage.calls.discard(token)
+
+    def _ask(self, name: str, work: Callable[[], T], otherwise: T) -> T:
+        """One call's work, and what it comes to where storage cannot be asked, which is counted."""
+        try:
+            return self._run(work)
+        except Unavailable as error:
+            self._front.counters.add(name)
+            self._front.complain(f"{name}: {error}")
+            return otherwise
+
+    def _insist(self, work: Callable[[], T]) -> T:
+        """One call's work, which raises where storage cannot be asked."""
+        try:
+            return self._run(work)
+        except Unavailable as error:
+            raise StoreUnavailable(f"{self.folder}: {error}: try again in a while") from error
+
+    def _queued(self, turn: object) -> bool:
+        """Take a turn in the queue of puts; False where it is full."""
+        puts = self._front.puts
+        if len(puts) >= self._front.config.put_queue:
+            return False
+        puts.add(turn)
+        return True
 
     def stats(self) -> dict[str, int]:
-        """Counters of this store object (put_*, get_*) and figures of the shard (records, bytes, quarantine)."""
-        own = {"refused_keys": len(self._shard.refused), "emptied_at_open": int(self._shard.db.emptied)}
+        """Counters of this store object (put_*, get_*, io_*) and figures of the shard (records, bytes, quarantine)."""
+        front, storage = self._front, self._front.storage
+        own = {"refused_keys": len(storage.refused), "emptied_at_open": int(storage.emptied)}
+        own |= {"loads_off": int(front.breaker.off()), "loads_switched_off": front.breaker.trips}
         zeros = dict.fromkeys(("put_stored", "put_present", "put_bytes", "get_verified", "get_missing", "get_bytes"), 0)
-        return zeros | own | self._run(self._shard.usage) | self._shard.counters.figures()
+        usage = self._ask("stats_failed", storage.usage, dict[str, int]())
+        return zeros | own | usage | front.counters.figures()
 
     def close(self) -> None:
         """Finish submitted calls, wait for all others, sync and give the shard up. Twice is allowed.
@@ -307,7 +327,7 @@ class KVStore:
         Raises StoreBusy where calls have not ended after a minute, StorePathError where the last sync fails.
         """
         if self._owner:
-            self._shard.close()
+            self._front.close()
 
     def __enter__(self) -> Self:
         return self

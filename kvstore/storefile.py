@@ -192,6 +192,14 @@ class StoreFile:
         self._data_fd = fd
         return True
 
+    def replaced(self) -> bool:
+        """As a reader, whether STORE or data.mdb is another file by now than the one that is open, or gone."""
+        open_files = ((self._fd, self.path), (self._data_fd, self.path.parent / DATA_NAME))
+        try:
+            return not all(os.path.samestat(os.fstat(fd), os.stat(path)) for fd, path in open_files)
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Close the file and give up the lock; twice is allowed."""
         if self._data_fd >= 0:

@@ -6,9 +6,12 @@ Nothing here runs on an engine's stream; of that, an event is recorded and waite
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvstore.errors import GraphCapture, StagingMemoryError
@@ -81,6 +84,22 @@ class Device:
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Host memory that the device's copy engines read and write by themselves: (nbytes,) uint8."""
         return self._allocate("pinned host", lambda: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), nbytes)
+
+    def pin(self, memory: npt.NDArray[np.uint8]) -> torch.Tensor:
+        """Host memory that something else allocated, so that the device's copy engines read and write it by themselves for as
+        long as the tensor is referred to: (nbytes,) uint8. Where a device cannot do that, copies are slower, and wait."""
+        tensor = torch.from_numpy(memory)
+        if self.device.type == "cuda":
+            address, runtime = tensor.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self.device):
+                status = runtime.cudaHostRegister(address, tensor.nbytes, 0)
+            if int(status):
+                raise StagingMemoryError(
+                    f"{tensor.nbytes} bytes of shared host memory cannot be pinned for {self.device}: CUDA error "
+                    f"{int(status)}: allow the process to lock more memory, or lower StoreConfig(batch_bytes=...)"
+                )
+            weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+        return tensor
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Memory of the device: (nbytes,) uint8. Who frees it has waited for all that uses it."""

@@ -19,7 +19,7 @@ MAX_LINES = 400
 
 RANKS: tuple[tuple[str, ...], ...] = (
     # words and errors
-    ("errors", "eviction_table", "results", "loops_numba", "planes_numpy", "space"),
+    ("breaker", "errors", "eviction_table", "results", "loops_numba", "planes_numpy", "space"),
     ("checksum", "eviction_hazard", "eviction_order", "eviction_types", "memory", "planes_numba", "storefile"),
     ("eviction_entries", "planes"),
     ("codec", "eviction_leaves"),
@@ -27,24 +27,37 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("eviction_base",),
     ("eviction",),
     ("config", "environment", "identity", "layout"),
-    ("cache",),
+    ("cache", "messages", "sharedmemory"),
     # one block: its bytes in the cache, its bytes on disk
-    ("geometry", "loops_numpy", "span"),
-    ("record",),
+    ("geometry", "span"),
+    ("loops_numpy", "record"),
+    ("counters", "reports", "shape", "snapshot"),
     ("kernels",),
     ("kernels.tables", "kernels.walk"),
     ("kernels.checksum", "kernels.copy", "kernels.state"),
     ("compaction", "usage"),
-    ("quarantine",),
+    ("following", "quarantine"),
     # the two doors: to the engine's memory, to storage
     ("blockdb", "hostpath", "launches", "staging", "streams"),
-    ("copyback", "route"),
+    ("audit", "copyback", "route", "storage"),
     ("devicepath",),
     ("fitness",),
     ("transfer",),
-    ("keeper", "opening"),
+    ("keeper", "opening", "views"),
+    # the side of the files, in this process or another
     ("shard",),
-    ("evicting", "loading", "matching", "saving"),
+    ("evicting", "fetching", "matching", "storing"),
+    ("inline",),
+    ("serving",),
+    ("worker",),
+    ("channel",),
+    ("link",),
+    ("watching",),
+    ("remoteget", "remoteput"),
+    ("remote",),
+    # the engine's side
+    ("front",),
+    ("loading", "saving"),
     ("store",),
     # the package's public names
     ("",),
@@ -53,7 +66,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     # command lines
     ("tools",),
     ("tools.bench_limits", "tools.bench_report", "tools.bench_subject"),
-    ("tools.bench_steady",),
+    ("tools.bench_busy", "tools.bench_steady"),
     ("tools.gpu_device", "tools.gpu_report", "tools.gpu_torch"),
     ("tools.gpu_host_cost", "tools.gpu_memory", "tools.gpu_transfers"),
     ("tools.gpu_cases",),
@@ -185,7 +198,7 @@ def test_blockdb_alone_opens_lmdb_environments() -> None:
     openers = {m for m, tree in TREES.items() if "lmdb.open(" in ast.unparse(tree) and not inside(m, OUTER)}
     assert openers == {"kvstore.environment"}
     users = {m for m, tree in TREES.items() if "kvstore.environment" in imports(tree) and not inside(m, OUTER)}
-    assert users == {"kvstore.blockdb", "kvstore.compaction"}
+    assert users == {"kvstore.blockdb", "kvstore.compaction", "kvstore.following"}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

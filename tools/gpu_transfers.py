@@ -22,7 +22,7 @@ import numpy as np
 from kvstore.cache import PagedKVCache
 from kvstore.checksum import UInt64Array, weighted_sums
 from kvstore.devicepath import DeviceRoute
-from kvstore.hostpath import compiled_loops
+from kvstore.hostpath import compiled_loops, staging_sums
 from kvstore.route import Gathered, Staged
 from kvstore.span import Span, check_span
 from kvstore.staging import STAGING_BUFFERS, Buffer, StagingPool
@@ -44,6 +44,7 @@ class Moves:
 
     def __init__(self, cache: PagedKVCache, route: DeviceRoute, nbytes: int, batch_bytes: int) -> None:
         self.cache, self.group, self._route = cache, cache.group(0), route
+        self._staging_sums = staging_sums(self.group)
         block_bytes = self.group.block_bytes
         blocks = min(self.group.num_blocks, max(1, nbytes // block_bytes))
         order = np.random.default_rng(3).permutation(self.group.num_blocks)
@@ -74,7 +75,7 @@ class Moves:
         for first in range(0, len(span), self._part):
             end = min(first + self._part, len(span))
             sums, part = gathered.take(first, end), span.take(np.arange(first, end))
-            if not np.array_equal(sums, self._route.staging_checksum(part, staged.bytes[first:end])):
+            if not np.array_equal(sums, self._staging_sums(part, staged.bytes[first:end])):
                 raise Mismatch("gathered blocks do not have their source's sums")
         self._put_pool.give_back(owner, buffer)
 
@@ -105,7 +106,7 @@ class Moves:
 
     def _staged_sums(self, span: Span, buffer: Buffer) -> UInt64Array:
         staged = self._route.stage(buffer, len(span))
-        return weighted_sums(self._route.staging_checksum(span, staged.bytes), self.group.factors)
+        return weighted_sums(self._staging_sums(span, staged.bytes), self.group.factors)
 
     def _batches(self, block_ids: list[int]) -> Iterator[Span]:
         span = check_span(self.group, block_ids)

@@ -1,0 +1,164 @@
+"""A shard that another process has open: its storage as this process asks for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from kvstore.channel import understood
+from kvstore.counters import Counters, Refused
+from kvstore.errors import KVStoreError, StoreBusy, StoreClosed, StoreForked
+from kvstore.inline import Opening
+from kvstore.messages import (
+    Kind,
+    Late,
+    Message,
+    pack_strings,
+)
+from kvstore.remoteget import RemoteGet
+from kvstore.remoteput import RemotePut
+from kvstore.shape import GroupShape
+from kvstore.storage import Question, Unavailable
+from kvstore.storefile import claim, release
+from kvstore.watching import Watch
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S: Final = 60.0
+POLL_SECONDS: Final = 0.002
+
+
+class RemoteStorage:
+    """Storage in an I/O process that is started with it, and again whenever it ends.
+
+    Owned by one Front. Any thread may call it. One thread of its own starts, watches and reaps the process, which ends
+    with this one whatever becomes of it. After close every call raises StoreClosed; in a fork's child StoreForked.
+    Raises what opening a store raises.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self.folder, self.clock = opening.folder, opening.clock
+        self.calls: set[object] = set()
+        self.counters, self.refused = Counters(), Refused()
+        # The engine may change its working directory before the process is started again.
+        opening = replace(opening, folder=opening.folder.absolute())
+        self._pid, self._closing = os.getpid(), False
+        self._claimed = claim(opening.folder)
+        self._watch = Watch(opening, self.counters, self.refused)
+        self._ended = weakref.finalize(self, _give_up, self._watch, self._claimed, self._pid)
+        try:
+            self.emptied = bool(self._watch.begin()["emptied"])
+        except BaseException:
+            self._closing = True
+            self._ended()
+            raise
+
+    @property
+    def process_id(self) -> int | None:
+        link = self._watch.link
+        return None if link is None else link.process.pid
+
+    @property
+    def forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def check_open(self) -> None:
+        if self.forked:
+            raise StoreForked(
+                f"{self.folder} was opened by process {self._pid}, this is its fork {os.getpid()}: let the child open a "
+                "shard of its own, or spawn it instead of forking"
+            )
+        if self._closing:
+            raise StoreClosed(f"{self.folder} was closed: open the store again")
+
+    def enter(self, token: object) -> None:
+        self.calls.add(token)
+        self.check_open()
+
+    def put(self, question: Question) -> RemotePut:
+        return RemotePut(self._watch, question)
+
+    def get(self, question: Question) -> RemoteGet:
+        return RemoteGet(self._watch, question)
+
+    def match(self, shape: GroupShape, hashes: list[bytes]) -> int:
+        answer = self._ask(Kind.MATCH, [shape.encode(), *pack_strings(hashes)])
+        return min(len(hashes), max(0, understood(lambda: int(answer.fields["found"]))))
+
+    def touch(self, shape: GroupShape, hashes: list[bytes]) -> None:
+        self._ask(Kind.TOUCH, [shape.encode(), *pack_strings(hashes)])
+
+    def evict(self, blocks: int) -> int:
+        answer = self._insist(Kind.EVICT, {"blocks": blocks})
+        return understood(lambda: int(answer.fields["gone"]))
+
+    def clear(self) -> int:
+        answer = self._insist(Kind.CLEAR, {})
+        return understood(lambda: int(answer.fields["gone"]))
+
+    def usage(self) -> dict[str, int]:
+        own = {"io_crashes": 0, "io_process_up": int(self._watch.link is not None)}
+        try:
+            answer = self._ask(Kind.USAGE, [])
+            return own | understood(lambda: {str(name): int(n) for name, n in answer.fields["usage"].items()})
+        except Unavailable as error:
+            self.counters.add("stats_failed")
+            log.warning("%s: no figures of the shard: %s", self.folder, error)
+            return own
+
+    def _ask(self, kind: Kind, blobs: Sequence[Any]) -> Message:
+        link, user = self._watch.serving(), object()
+        try:
+            return link.borrow(user).ask(kind, {"now": self.clock()}, blobs)
+        finally:
+            link.users.pop(user, None)
+
+    def _insist(self, kind: Kind, fields: Mapping[str, Any]) -> Message:
+        """Ask for what takes long, and wait as long as the process lives."""
+        link, user = self._watch.serving(), object()
+        try:
+            channel = link.borrow(user)
+            channel.send(kind, {**fields, "now": self.clock()})
+            while True:
+                try:
+                    return channel.receive()
+                except Late:
+                    if not link.lives():
+                        raise Unavailable("the I/O process does not answer") from None
+        finally:
+            link.users.pop(user, None)
+
+    def close(self) -> None:
+        if self.forked:
+            return
+        self._closing = True
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self.calls and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        if self.calls:
+            raise StoreBusy(
+                f"{self.folder}: {len(self.calls)} calls are still in flight after {CLOSE_TIMEOUT_S:.0f} seconds: the "
+                "shard is left open; close it again when they have ended"
+            )
+        if self._ended.detach():
+            try:
+                self._watch.close()
+            finally:
+                release(self._claimed)
+
+
+def _give_up(watch: Watch, claimed: str, pid: int) -> None:
+    """A store that was dropped without close gives its shard up."""
+    if os.getpid() != pid:
+        return
+    try:
+        watch.close()
+    except KVStoreError:
+        log.exception("%s: dropped without close", claimed)
+    finally:
+        release(claimed)

@@ -1,0 +1,109 @@
+"""One cache group as records describe it: what their headers must say, and the chunks and sums that follow from that.
+
+It names no tensor: whoever reads and writes records needs no engine.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.checksum import UInt64Array, block_checksum_tags, slice_factors
+from kvstore.geometry import ChunkPlan, chunk_plan, decode_geometry, describe
+from kvstore.record import Header
+from kvstore.results import Rejection
+
+FORM: Final = struct.Struct("<IQB")
+"""Block size, fingerprint, length of the prefix; prefix and geometry follow."""
+
+
+class SlicePlace(NamedTuple):
+    """One slice of a block: the layer's and the head's number in the model, its bytes."""
+
+    layer: int
+    head: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """block_size: tokens a block; geometry: layers and heads (kvstore.geometry); fingerprint: of the group's layers in the
+    model; prefix: what the group's index keys begin with, identity id and group. Immutable: any thread may use it."""
+
+    block_size: int
+    geometry: bytes
+    fingerprint: int
+    prefix: bytes
+
+    @cached_property
+    def slices(self) -> tuple[SlicePlace, ...]:
+        """The slices of a block in canonical order: head by head, in it layer by layer."""
+        found = [
+            SlicePlace(shape.layer, shape.first_head + h, (shape.k_bytes + shape.v_bytes) * self.block_size)
+            for shape in decode_geometry(self.geometry)
+            for h in range(shape.heads)
+        ]
+        return tuple(sorted(found, key=lambda s: (s.head, s.layer)))
+
+    @cached_property
+    def factors(self) -> UInt64Array:
+        """m of each slice, (slices,) uint64."""
+        return slice_factors([s.layer for s in self.slices], [s.head for s in self.slices])
+
+    @cached_property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Offset of each slice in a block's canonical bytes, and their end: (slices + 1,) int64."""
+        return np.concatenate(([0], np.cumsum([s.nbytes for s in self.slices]))).astype(np.int64)
+
+    @cached_property
+    def plan(self) -> ChunkPlan:
+        """The chunks of a record. Raises UnsupportedCache."""
+        return chunk_plan(s.nbytes for s in self.slices)
+
+    def keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
+        """The index keys of block hashes."""
+        return [self.prefix + h for h in block_hashes]
+
+    def tags(self, block_hashes: Sequence[bytes]) -> UInt64Array:
+        """The tags of block hashes: (blocks,) uint64."""
+        return block_checksum_tags(block_hashes, self.fingerprint)
+
+    def same_shape(self, header: Header) -> bool:
+        """Whether a record has this group's geometry and lengths."""
+        return (
+            header.geometry == self.geometry
+            and header.block_size == self.block_size
+            and header.raw_length == self.plan.raw_length
+        )
+
+    def misfit(self, header: Header, position: int) -> Rejection | None:
+        """Why an intact record cannot answer for a block at this position, None where it can."""
+        if header.fingerprint != self.fingerprint:
+            return Rejection(
+                "fingerprint", f"stored for layers {header.fingerprint:016x}, asked {self.fingerprint:016x}"
+            )
+        if not self.same_shape(header):
+            stored, asked = describe(header.block_size, header.geometry), describe(self.block_size, self.geometry)
+            return Rejection("geometry", f"stored: {stored}; asked: {asked}")
+        if header.position != position:
+            return Rejection("position", f"stored at position {header.position}, asked at {position}")
+        return None
+
+    def encode(self) -> bytes:
+        """The shape's bytes, for another process: equal bytes mean equal shapes."""
+        return FORM.pack(self.block_size, self.fingerprint, len(self.prefix)) + self.prefix + self.geometry
+
+    @classmethod
+    def decode(cls, data: bytes) -> GroupShape:
+        """The shape that `encode` gave these bytes. Raises ValueError."""
+        if len(data) < FORM.size:
+            raise ValueError(f"{len(data)} bytes are no group's shape")
+        block_size, fingerprint, prefix = FORM.unpack_from(data)
+        end = FORM.size + prefix
+        return cls(block_size, data[end:], fingerprint, data[FORM.size : end])
