@@ -6,7 +6,6 @@ right beside it, round by round, and the median of the rounds' ratios is reporte
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -18,7 +17,7 @@ import torch
 
 from kvstore.tools.bench_limits import Limits, base_folder, file_system
 from kvstore.tools.bench_report import RATIOS, machine, ratio_of, spread, versions
-from kvstore.tools.bench_subject import BenchError, Caches, Geometry, Subject
+from kvstore.tools.bench_subject import BenchError, Caches, Geometry, Subject, check_room
 
 WARM_ROUNDS = 3
 """Rounds before the measured ones: both starts have been put and freed pages are being used again."""
@@ -50,7 +49,7 @@ def run(
     for layout in layouts:
         geometry.check(layout)
     base = base_folder(path, BenchError)
-    _check_room(geometry, base)
+    check_room(geometry, base, MEMORY_FACTOR, DISK_FACTOR)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=base) as folder:
         found = {layout: _layout(geometry, layout, repeat, Path(folder), tick) for layout in layouts}
         kind = file_system(Path(folder))
@@ -60,29 +59,11 @@ def run(
         "gb_per_s": {name: values["median"] for name, values in first["gb_per_s"].items()},
         "layout": layouts[0],
         "layouts": found,
-        "geometry": _describe(geometry),
+        "geometry": geometry.describe(),
         "repeat": repeat,
         "machine": machine() | {"file_system": kind, "torch_threads": torch.get_num_threads(), "threads": 1},
         "versions": versions(),
     }
-
-
-def _describe(geometry: Geometry) -> dict[str, Any]:
-    names = ("blocks", "layers", "heads", "tokens", "head_size", "dtype", "seed")
-    derived = ("cell_bytes", "block_bytes", "total_bytes")
-    return {name: getattr(geometry, name) for name in (*names, *derived)} | {"block_ids": "permuted"}
-
-
-def _check_room(geometry: Geometry, base: Path) -> None:
-    total = geometry.total_bytes
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    disk = shutil.disk_usage(base).free
-    for what, needed, there in (("memory", MEMORY_FACTOR, memory), (f"disk at {base}", DISK_FACTOR, disk)):
-        if needed * total > there:
-            raise BenchError(
-                f"{geometry.blocks} blocks of {geometry.block_bytes} bytes need {needed * total / 1e9:.1f} GB of {what}, "
-                f"{there / 1e9:.1f} GB are there: give fewer --blocks, or another --path"
-            )
 
 
 def _layout(geometry: Geometry, layout: str, repeat: int, folder: Path, tick: Tick) -> dict[str, Any]:

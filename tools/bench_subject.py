@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +68,12 @@ class Geometry:
         """Bytes of all blocks."""
         return self.blocks * self.block_bytes
 
+    def describe(self) -> dict[str, Any]:
+        """All of it, for a report."""
+        names = ("blocks", "layers", "heads", "tokens", "head_size", "dtype", "seed")
+        derived = ("cell_bytes", "block_bytes", "total_bytes")
+        return {name: getattr(self, name) for name in (*names, *derived)} | {"block_ids": "permuted"}
+
     def check(self, layout: str) -> None:
         """Raise UnknownLayout for a layout that is none, or that has no axis for these heads."""
         check_layout(layout)
@@ -78,6 +86,19 @@ class Geometry:
         """The shape of a layer's tensor, or of each of its two."""
         size = {"B": self.blocks, "H": self.heads, "N": self.tokens, "2": 2}
         return [(size | {"C": 2 * self.head_size, "D": self.head_size})[axis] for axis in layout]
+
+
+def check_room(geometry: Geometry, base: Path, memory_factor: int, disk_factor: int) -> None:
+    """Raise BenchError unless memory, and the disk at `base`, have room for so many times the bytes of all blocks."""
+    total = geometry.total_bytes
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    disk = shutil.disk_usage(base).free
+    for what, needed, there in (("memory", memory_factor, memory), (f"disk at {base}", disk_factor, disk)):
+        if needed * total > there:
+            raise BenchError(
+                f"{geometry.blocks} blocks of {geometry.block_bytes} bytes need {needed * total / 1e9:.1f} GB of {what}, "
+                f"{there / 1e9:.1f} GB are there: give fewer --blocks, or another --path"
+            )
 
 
 def planes(tensors: LayerTensors) -> list[torch.Tensor]:
@@ -169,7 +190,7 @@ class Subject:
     `present`, so each put writes all blocks anew and frees the old ones.
     """
 
-    def __init__(self, folder: Path, caches: Caches, durability: str) -> None:
+    def __init__(self, folder: Path, caches: Caches, durability: str, io: str = "inline") -> None:
         geometry = caches.geometry
         config = StoreConfig(
             capacity_bytes=max(64 * MIB, CAPACITY_FACTOR * geometry.total_bytes), durability=durability
@@ -177,7 +198,7 @@ class Subject:
         identity = CacheIdentity(model="kvstore/bench", revision=caches.layout, dtype=geometry.dtype)
         self.batch_bytes = max(1, config.write_batch_bytes // geometry.block_bytes) * geometry.block_bytes
         self._caches, self._hashes, self._start = caches, chained_hashes(geometry.blocks), 0
-        self._store = KVStore(folder, caches.source, identity, config)
+        self._store = KVStore(folder, caches.source, identity, config, io=io)
         self._reader = self._store.attach(caches.target)
 
     def put(self) -> None:
@@ -192,6 +213,12 @@ class Subject:
         result = self._reader.get_blocks(self._hashes, self._caches.target_ids, start=self._start)
         if not result.verified.all():
             raise BenchError(_why(result.rejected, "not verified", "check this machine's memory and disk"))
+
+    def match(self) -> None:
+        """Match all blocks' hashes, after an even number of puts; raises BenchError unless each is there."""
+        found = self._reader.match_prefix(self._hashes)
+        if found != len(self._hashes):
+            raise BenchError(f"{found} of {len(self._hashes)} leading blocks were matched: report this")
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +20,7 @@ from typer.core import TyperGroup
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tools import bench as benchmark
-from kvstore.tools import bench_gpu, bench_steady
+from kvstore.tools import bench_busy, bench_gpu, bench_steady
 from kvstore.tools import drop as dropping
 from kvstore.tools import replay as replaying
 from kvstore.tools.bench_limits import base_folder
@@ -72,6 +74,8 @@ DEVICE_OPTIONS = {"device", "path", "as_json"}
 """Options of `bench` that say something on a device too."""
 STEADY_OPTIONS = {"steady", "capacity_mib", "path", "seed", "as_json"}
 """Options of `bench` that say something with --steady too."""
+NOT_BUSY_OPTIONS = {"steady", "capacity_mib", "device"}
+"""Options of `bench` that say nothing with --busy."""
 
 
 @app.command()
@@ -98,6 +102,9 @@ def bench(
     steady: Annotated[
         bool, typer.Option("--steady", help="Measure a store that has been full for long, and cold reads, instead.")
     ] = False,
+    busy: Annotated[
+        bool, typer.Option("--busy", help="Measure beside a thread of pure Python that never rests, instead.")
+    ] = False,
     capacity_mib: Annotated[int, typer.Option(min=64, help="With --steady: the store's capacity in MiB.")] = 512,
     device: Annotated[
         str, typer.Option(help="`cpu`, or a CUDA device (`cuda`, `cuda:1`): its kernels are proved, then measured.")
@@ -115,10 +122,15 @@ def bench(
     - `kvstore bench --path /var/lib/kvstore --repeat 21 --json > bench.json`
     - `kvstore bench --layers 48 --heads 4 --tokens 32 --dtype float16 --layouts B2NHD`
     - `kvstore bench --steady --path /var/lib/kvstore`
+    - `kvstore bench --busy --path /var/lib/kvstore`
     - `kvstore bench --device cuda`
 
     With `--steady` ten times `--capacity-mib` are written, with the oldest blocks going first and with random victims. It
     takes `--path`, `--seed` and `--json` besides, and 2.5 times the capacity of disk.
+
+    With `--busy` gets, puts and matches run in a second thread, beside a busy main thread and beside a resting one, with
+    an I/O process and without. It takes the other options, the first of `--layouts` alone, and 256 blocks unless
+    `--blocks` are given: 3.3 GB of memory and 2.2 GB of disk.
 
     On a device (docs/gpu.md) it measures geometries and sizes of its own, takes `--path` and `--json` of the other options,
     and without `--json` writes bench_gpu.json to the current folder besides the table.
@@ -128,45 +140,59 @@ def bench(
     if steady:
         _check_options(context, STEADY_OPTIONS, "--steady: the steady state has geometries of its own")
         return _bench_steady(path, capacity_mib, seed, as_json)
-    geometry = Geometry(blocks, layers, heads, tokens, head_size, dtype, seed)
     words = [word.strip() for word in layouts.split(",") if word.strip()] or [""]
-    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    quiet = as_json or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
-        task = progress.add_task("", total=benchmark.num_steps(words, repeat))
-        report = benchmark.run(
-            geometry, words, repeat, path, lambda what: progress.update(task, advance=1, description=what)
+    if busy:
+        _check_options(
+            context, set(context.params) - NOT_BUSY_OPTIONS, "--busy: its stores have a capacity of their own"
         )
+        count = blocks if "blocks" in _given(context) else bench_busy.BLOCKS
+        geometry = Geometry(count, layers, heads, tokens, head_size, dtype, seed)
+        return _bench_busy(geometry, words[0], repeat, path, as_json)
+    geometry = Geometry(blocks, layers, heads, tokens, head_size, dtype, seed)
+    with _ticks(benchmark.num_steps(words, repeat), as_json) as tick:
+        report = benchmark.run(geometry, words, repeat, path, tick)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
         Console().print(render(report))
 
 
+@contextmanager
+def _ticks(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal's stderr, which each call with a description moves on. It has no thread of its own."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    disable = quiet or not console.is_terminal
+    with Progress(*columns, console=console, auto_refresh=False, transient=True, disable=disable) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda what: progress.update(task, advance=1, description=what, refresh=True)
+
+
+def _given(context: typer.Context) -> set[str]:
+    """The options that were given."""
+    return {name for name in context.params if (s := context.get_parameter_source(name)) and s.name == "COMMANDLINE"}
+
+
 def _check_options(context: typer.Context, allowed: set[str], reason: str) -> None:
     """Raise ConfigError for options that were given and say nothing here."""
-    given = {name for name in context.params if (s := context.get_parameter_source(name)) and s.name == "COMMANDLINE"}
-    if others := sorted(f"--{name.replace('_', '-')}" for name in given - allowed):
+    if others := sorted(f"--{name.replace('_', '-')}" for name in _given(context) - allowed):
         raise ConfigError(f"{', '.join(others)} with {reason}, leave it out")
 
 
 def _bench_steady(path: Path | None, capacity_mib: int, seed: int, as_json: bool) -> None:
     base = base_folder(path, BenchError)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=base) as folder,
-        Progress(*columns, console=console, transient=True, disable=as_json or not console.is_terminal) as progress,
+        _ticks(bench_steady.num_steps(), as_json) as tick,
     ):
-        task = progress.add_task("", total=bench_steady.num_steps())
-        report = bench_steady.run(
-            Path(folder),
-            capacity_mib * MIB,
-            seed,
-            lambda what: progress.update(task, advance=1, description=what),
-        )
+        report = bench_steady.run(Path(folder), capacity_mib * MIB, seed, tick)
     typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(bench_steady.lines(report)))
+
+
+def _bench_busy(geometry: Geometry, layout: str, repeat: int, path: Path | None, as_json: bool) -> None:
+    with _ticks(bench_busy.num_steps(repeat), as_json) as tick:
+        report = bench_busy.run(geometry, layout, repeat, path, tick)
+    typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(bench_busy.lines(report)))
 
 
 def _bench_device(context: typer.Context, device: str, path: Path | None, as_json: bool) -> int:
