@@ -54,20 +54,29 @@ class Channel:
         self, kind: Kind, fields: Mapping[str, Any], blobs: Sequence[Any] = (), memory: Sequence[SharedMemory] = ()
     ) -> None:
         """Send what has no answer of its own. Raises Unavailable."""
+        if self.hung_up:
+            raise Unavailable("the I/O process: the connection was given up")
         named = {**fields, "memory": [[id(m), m.nbytes] for m in memory]} if memory else fields
+        # A signal may raise in the middle of a message: nothing may follow it, and no answer will.
+        self.hung_up = True
         try:
             self.connection.send(Message(kind, self.requests, named, blobs, [m.descriptor for m in memory]))
         except (Lost, Late) as error:
-            self.hung_up = True
             raise Unavailable(f"the I/O process: {error}") from None
+        self.hung_up = False
 
     def receive(self) -> Message:
         """The next answer, or a part of it. Raises Late, Unavailable, and what the I/O process raised of kvstore.errors."""
+        # A signal may raise with half a message taken: what comes then is not understood.
+        self.hung_up = True
         try:
             message = self.connection.receive(self.timeout_s)
+        except Late:
+            self.hung_up = False
+            raise
         except Lost as error:
-            self.hung_up = True
             raise Unavailable(f"the I/O process: {error}") from None
+        self.hung_up = False
         if message.request != self.requests - self.outstanding + 1:
             self.hung_up = True
             raise Unavailable("the I/O process answered what it was not asked")

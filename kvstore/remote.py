@@ -47,7 +47,7 @@ class RemoteStorage:
         self.counters, self.refused = Counters(), Refused()
         # The engine may change its working directory before the process is started again.
         opening = replace(opening, folder=opening.folder.absolute())
-        self._pid, self._closing = os.getpid(), False
+        self._pid, self._closing, self._given_up = os.getpid(), False, False
         self._claimed = claim(opening.folder)
         self._watch = Watch(opening, self.counters, self.refused)
         self._ended = weakref.finalize(self, _give_up, self._watch, self._claimed, self._pid)
@@ -150,6 +150,10 @@ class RemoteStorage:
                 self._watch.close()
             finally:
                 release(self._claimed)
+                self._given_up = True
+        while not self._given_up and time.monotonic() < deadline:
+            # Another call closes it.
+            time.sleep(POLL_SECONDS)
 
 
 def _give_up(watch: Watch, claimed: str, pid: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -96,6 +97,8 @@ class Worker:
         except Exception as error:
             self._say(Message(Kind.FAILED, 0, described(error) | self._beside.take()))
             return
+        # What is there now stays; the collector need not look at it again in the middle of a look-up.
+        gc.freeze()
         self._server = Server(storage, self._beside)
         self._say(Message(Kind.READY, 0, {"emptied": storage.emptied} | self._beside.take()))
 
