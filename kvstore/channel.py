@@ -46,28 +46,31 @@ class Channel:
         self, kind: Kind, fields: Mapping[str, Any], blobs: Sequence[Any] = (), memory: Sequence[SharedMemory] = ()
     ) -> None:
         """Send a request. memory: what it names, whose descriptors go with it. Raises Unavailable."""
-        self.requests += 1
-        self.outstanding += 1
-        self.say(kind, fields, blobs, memory)
+        named = {**fields, "memory": [[id(m), m.nbytes] for m in memory]} if memory else fields
+        self._send(1, kind, named, blobs, [m.descriptor for m in memory])
 
-    def say(
-        self, kind: Kind, fields: Mapping[str, Any], blobs: Sequence[Any] = (), memory: Sequence[SharedMemory] = ()
-    ) -> None:
+    def say(self, kind: Kind, fields: Mapping[str, Any], blobs: Sequence[Any] = ()) -> None:
         """Send what has no answer of its own. Raises Unavailable."""
+        self._send(0, kind, fields, blobs, ())
+
+    def _send(
+        self, answers: int, kind: Kind, fields: Mapping[str, Any], blobs: Sequence[Any], descriptors: Sequence[int]
+    ) -> None:
         if self.hung_up:
             raise Unavailable("the I/O process: the connection was given up")
-        named = {**fields, "memory": [[id(m), m.nbytes] for m in memory]} if memory else fields
-        # A signal may raise in the middle of a message: nothing may follow it, and no answer will.
+        # A signal may raise anywhere in here: then nothing may follow what was sent, and no answer need come.
         self.hung_up = True
+        self.requests += answers
+        self.outstanding += answers
         try:
-            self.connection.send(Message(kind, self.requests, named, blobs, [m.descriptor for m in memory]))
+            self.connection.send(Message(kind, self.requests, fields, blobs, descriptors))
         except (Lost, Late) as error:
             raise Unavailable(f"the I/O process: {error}") from None
         self.hung_up = False
 
     def receive(self) -> Message:
         """The next answer, or a part of it. Raises Late, Unavailable, and what the I/O process raised of kvstore.errors."""
-        # A signal may raise with half a message taken: what comes then is not understood.
+        # A signal may raise with half a message taken, or all of it and not counted: what comes then is not understood.
         self.hung_up = True
         try:
             message = self.connection.receive(self.timeout_s)
@@ -76,12 +79,12 @@ class Channel:
             raise
         except Lost as error:
             raise Unavailable(f"the I/O process: {error}") from None
-        self.hung_up = False
         if message.request != self.requests - self.outstanding + 1:
-            self.hung_up = True
             raise Unavailable("the I/O process answered what it was not asked")
-        if message.kind in (Kind.DONE, Kind.FAILED):
-            self.outstanding -= 1
+        ended = message.kind in (Kind.DONE, Kind.FAILED)
+        self.outstanding -= ended
+        self.hung_up = False
+        if ended:
             self.notes(message.fields)
         if message.kind == Kind.FAILED:
             raise failure(message.fields)
@@ -123,7 +126,9 @@ def understood(take: Callable[[], T]) -> T:
         raise Unavailable(f"the I/O process answered what is no answer: {type(error).__name__}: {error}") from None
 
 
-NO_CHANNEL: Final = cast("Channel", SimpleNamespace(outstanding=0, unfinished=False))
+NO_CHANNEL: Final = cast(
+    "Channel", SimpleNamespace(outstanding=0, unfinished=False, hung_up=False, late=False, clean=True)
+)
 """A call's before it has begun."""
 
 

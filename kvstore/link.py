@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -46,8 +46,11 @@ class Link:
         self.opening, self.notes, self.timeout_s = opening, notes, opening.config.io_timeout_s
         self.users: dict[object, Channel] = {}
         """Which call uses which channel; taking a call out gives its channel back, in one step."""
-        self.buffers = Buffers(self._allocate, self.sweep)
-        self._memory: dict[int, SharedMemory] = {}
+        # Nothing that a link is referred to by refers to it: its memory goes with it, and not when somebody collects garbage.
+        own = weakref.ref(self)
+        self._arena = Arena()
+        self.buffers = Buffers(self._arena.allocate, lambda: _of(own, Link.sweep))
+        self._suspect = lambda: _of(own, Link.suspect)
         self._channels: list[Channel] = []
         self._lock = threading.Lock()
         self._pongs = self._pings = 0
@@ -180,7 +183,13 @@ class Link:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.hang_up()
+        with self._lock:
+            self._control.close()
+            used = {id(channel) for channel in self.users.copy().values()}
+            for channel in self._channels:
+                # The loop of a get knows its descriptor by number: once closed, that may be another file's of the engine.
+                if id(channel) not in used:
+                    channel.connection.close()
 
     def hang_up(self) -> None:
         """Close all connections."""
@@ -210,7 +219,7 @@ class Link:
             raise Unavailable(f"the I/O process: {error}") from None
         finally:
             other.close()
-        channel = Channel(Connection(own, self.timeout_s), self.timeout_s, self.notes, self.suspect)
+        channel = Channel(Connection(own, self.timeout_s), self.timeout_s, self.notes, self._suspect)
         self._channels.append(channel)
         return channel
 
@@ -231,19 +240,33 @@ class Link:
         for pool in list(self.buffers.pools.values()):
             for borrower in list(pool.borrowed):
                 channel_of = getattr(borrower, "channel", None)
-                if channel_of is None or borrower in self.users:
+                if channel_of is None or borrower.token in self.users:
                     continue
                 if channel_of.clean or id(channel_of) not in live:
                     pool.borrowed.pop(borrower, None)
 
-    def _allocate(self, nbytes: int) -> Bytes:
-        shared = SharedMemory(nbytes)
-        self._memory[shared.memory.ctypes.data] = shared
-        return shared.memory
-
     def shared(self, memory: Bytes) -> SharedMemory:
         """What a buffer's memory is to both processes."""
-        return self._memory[memory.ctypes.data]
+        return self._arena.shared[memory.ctypes.data]
+
+
+class Arena:
+    """The shared memory of one link, by its address in this process."""
+
+    def __init__(self) -> None:
+        self.shared: dict[int, SharedMemory] = {}
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Memory that both processes can map: (nbytes,) uint8. Raises StagingMemoryError."""
+        made = SharedMemory(nbytes)
+        self.shared[made.memory.ctypes.data] = made
+        return made.memory
+
+
+def _of(link: weakref.ref[Link], call: Callable[[Link], None]) -> None:
+    found = link()
+    if found is not None:
+        call(found)
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()

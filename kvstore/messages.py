@@ -207,6 +207,9 @@ class Connection:
         except OSError:
             return
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close this end. Twice is allowed."""
         self.socket.close()

@@ -88,7 +88,7 @@ class RemoteGet:
 
     def __init__(self, watch: Watch, question: Question) -> None:
         self._watch, self._question = watch, question
-        self.token: object = self
+        self.token = object()
         self.held: dict[Any, Any] = {}
         self.buffers = NO_BUFFERS
         self.tagged: dict[int, int] = {}
@@ -104,7 +104,7 @@ class RemoteGet:
     def begin(self) -> None:
         self.link = self._watch.serving()
         self.held, self.buffers = self.link.users, self.link.buffers
-        self.channel = self.link.borrow(self)
+        self.channel = self.link.borrow(self.token)
 
     def read(self, sink: EngineSink) -> None:
         ring = Ring(sink, self.link, len(self._question))

@@ -56,7 +56,7 @@ class RemotePut:
 
     def __init__(self, watch: Watch, question: Question) -> None:
         self._watch, self._question = watch, question
-        self.token: object = self
+        self.token = object()
         self.held: dict[Any, Any] = {}
         self.buffers = NO_BUFFERS
         self.channel = NO_CHANNEL
@@ -68,7 +68,7 @@ class RemotePut:
     def begin(self) -> Outcomes:
         self.link = self._watch.serving()
         self.held, self.buffers = self.link.users, self.link.buffers
-        self.channel = self.link.borrow(self)
+        self.channel = self.link.borrow(self.token)
         self.channel.unfinished = True
         fields = {"start": self._question.start, "now": self._watch.opening.clock()}
         answer = self.channel.ask(Kind.PUT, fields, question_blobs(self._question))

@@ -107,6 +107,21 @@ class Reports:
             self._tell(error)
             return []
 
+    def peek(self) -> list[Report]:
+        """The intact reports in the file, which stays as it is."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return []
+        try:
+            data = os.pread(fd, MAX_REPORTS * REPORT.size, 0)
+        except OSError:
+            return []
+        finally:
+            os.close(fd)
+        found = (parse_report(data[at : at + REPORT.size]) for at in range(0, len(data), REPORT.size))
+        return [report for report in found if report is not None]
+
     @staticmethod
     def _take(fd: int, most: int) -> Iterator[Report]:
         end = min(os.fstat(fd).st_size // REPORT.size, MAX_REPORTS)

@@ -164,9 +164,12 @@ class Ring:
     def _take(self) -> None:
         """Wait until the engine has taken what lies in a slot."""
         taken = self._connection.receive(self._patience_s)
-        if taken.kind != Kind.TAKEN:
+        if taken.kind != Kind.TAKEN or taken.request != self._request:
             raise Lost(f"{taken.kind.name} while a get goes on")
-        self._free.append(int(signed_words(taken.blobs[0])[0]))
+        slot = int(signed_words(taken.blobs[0])[0])
+        if slot in self._free or not 0 <= slot < len(self._slots):
+            raise Lost(f"slot {slot} was taken, where nothing lies")
+        self._free.append(slot)
 
     def settle(self) -> None:
         """Wait until the engine has taken everything."""
@@ -182,6 +185,7 @@ class Handler:
         self._storing: Storing | None = None
         self._stored: npt.NDArray[np.bool_] = np.zeros(0, bool)
         self._fetching: Fetching | None = None
+        self._requests = 0
 
     def run(self) -> None:
         """Answer requests until the other end is closed."""
@@ -196,9 +200,10 @@ class Handler:
 
     def _serve(self, message: Message) -> None:
         token, storage = object(), self._server.storage
-        if "now" in message.fields:
-            self._server.beside.clock = float(message.fields["now"])
+        self._expect(message)
         try:
+            if "now" in message.fields:
+                self._server.beside.clock = float(message.fields["now"])
             storage.enter(token)
             answer = WORK[message.kind](self, message)
         except (Lost, Late):
@@ -212,6 +217,12 @@ class Handler:
         if answer is not None:
             fields = {**answer.fields, **self._server.answer_fields()}
             self._connection.send(Message(answer.kind, message.request, fields, answer.blobs))
+
+    def _expect(self, message: Message) -> None:
+        """Requests come in order, so that none of an earlier call can change what is done for this one. Raises Lost."""
+        self._requests += message.kind != Kind.END_PUT
+        if message.request != self._requests:
+            raise Lost(f"request {message.request} came in the place of {self._requests}")
 
     def _drop(self) -> None:
         """End what was cut short."""

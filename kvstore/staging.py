@@ -115,10 +115,13 @@ class Buffers:
         return pool if pool is not None else self.pools.setdefault(key, self._new_pool(nbytes, make))
 
     def _new_pool(self, nbytes: int, make: Callable[[int, Bytes | None], Buffer]) -> StagingPool:
-        return StagingPool(nbytes, partial(self._make, make), self._waiting)
+        return StagingPool(nbytes, partial(_new_buffer, make, self._memory), self._waiting)
 
-    def _make(self, make: Callable[[int, Bytes | None], Buffer], nbytes: int) -> Buffer:
-        return make(nbytes, None if self._memory is None else self._memory(nbytes))
+
+def _new_buffer(
+    make: Callable[[int, Bytes | None], Buffer], memory: Callable[[int], Bytes] | None, nbytes: int
+) -> Buffer:
+    return make(nbytes, None if memory is None else memory(nbytes))
 
 
 NO_BUFFERS: Final = Buffers()
