@@ -31,6 +31,8 @@ START: Final = (
 MAX_CHANNELS: Final = 64
 REAP_PATIENCE_S: Final = 2.0
 """How long a process may take to end after its last message."""
+START_PATIENCE_S: Final = 10.0
+"""How long a process may take to start on a busy machine, however short the time limit of calls, none of which waits."""
 POLL_SECONDS: Final = 0.002
 
 
@@ -101,22 +103,23 @@ class Link:
                 [opening.identity_json, *keys, sequences],
             )
         )
-        while (message := self._heard()).kind != Kind.READY:
+        patience_s = max(self.timeout_s, START_PATIENCE_S)
+        while (message := self._heard(patience_s)).kind != Kind.READY:
             self.notes(message.fields)
             if message.kind == Kind.FAILED:
                 raise failure(message.fields)
         self.notes(message.fields)
         return message.fields
 
-    def _heard(self) -> Message:
-        """The next message of the process; it may take as long as it likes while it answers a ping. Raises
+    def _heard(self, patience_s: float) -> Message:
+        """The next message of the process; it may take as long as it likes while it answers a ping in time. Raises
         StoreUnavailable where it does not, or has ended."""
         while True:
             try:
-                message = self._control.receive(self.timeout_s)
+                message = self._control.receive(patience_s)
             except Late:
                 waited = time.monotonic() - self._pinged
-                if self._pings != self._pongs and waited > self.timeout_s / 2:
+                if self._pings != self._pongs and waited > patience_s / 2:
                     raise StoreUnavailable(
                         f"{self.opening.folder}: the I/O process {self.process.pid} does not answer"
                     ) from None
@@ -160,7 +163,7 @@ class Link:
         reason = "it closed its connection"
         try:
             while True:
-                message = self._heard()
+                message = self._heard(self.timeout_s)
                 if message.kind == Kind.CLOSED:
                     self.closed = message
         except StoreUnavailable as error:
@@ -240,7 +243,7 @@ class Link:
         for pool in list(self.buffers.pools.values()):
             for borrower in list(pool.borrowed):
                 channel_of = getattr(borrower, "channel", None)
-                if channel_of is None or borrower.token in self.users:
+                if channel_of is None or getattr(borrower, "token", None) in self.users:
                     continue
                 if channel_of.clean or id(channel_of) not in live:
                     pool.borrowed.pop(borrower, None)

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import torch
 
 from kvstore import CacheIdentity, KVStore, PagedKVCache, StoreConfig
 from kvstore.cache import CacheGroup
 from kvstore.checksum import reference_block_checksum, reference_slice_checksum
+from kvstore.environment import DATABASES, LMDB_ENGINE
+from kvstore.inline import InlineStorage
 from kvstore.loops_numpy import NumpyLoops
+from kvstore.remote import RemoteStorage
+from kvstore.shard import Shard
+from kvstore.staging import Buffers
 
 MIB = 2**20
 IDENTITY = CacheIdentity(model="test/model", revision="1", dtype="bfloat16")
-SMALL = StoreConfig(capacity_bytes=64 * MIB, durability="process")
+SMALL = StoreConfig(capacity_bytes=64 * MIB, durability="process", max_rejections_per_minute=None)
+IO = "KVSTORE_TESTS_IO"
+"""The environment variable that says which io stores are opened with where a test does not: scripts inherit it."""
 LAYOUTS = ("BHNC", "BNHC", "2BNHD", "B2NHD", "2BHND", "NBHC", "BHND", "BNHD")
 
 
@@ -66,9 +77,14 @@ def block_hashes(count: int, request: str = "r", parent: bytes = b"") -> list[by
     return hashes
 
 
+def io_mode() -> str:
+    """The io that stores are opened with."""
+    return os.environ.get(IO, "inline")
+
+
 def open_store(path: Path, cache: PagedKVCache, config: StoreConfig = SMALL, **options: Any) -> KVStore:
     """A store of IDENTITY."""
-    return KVStore(path, cache, options.pop("identity", IDENTITY), config, **options)
+    return KVStore(path, cache, options.pop("identity", IDENTITY), config, **{"io": io_mode(), **options})
 
 
 def canonical(cache: PagedKVCache, block_ids: Sequence[int], group: int = 0) -> np.ndarray[Any, Any]:
@@ -98,53 +114,120 @@ def cells(group: CacheGroup, block: np.ndarray[Any, Any], index: int) -> np.ndar
     return block[group.offsets[index] : group.offsets[index + 1]].reshape(group.block_size, -1)
 
 
+def shard_of(store: KVStore) -> Shard:
+    """What a store with io="inline" has open."""
+    storage = store._front.storage
+    assert isinstance(storage, InlineStorage)
+    return storage.shard
+
+
+def buffers_of(store: KVStore) -> Buffers:
+    """The staging memory of a store."""
+    storage = store._front.storage
+    return storage._watch.serving().buffers if isinstance(storage, RemoteStorage) else storage.buffers
+
+
+def buffers_are_lost(store: KVStore, patience_s: float = 5.0) -> bool:
+    """Whether somebody has staging memory though no call is in flight. What another process may still use of a call that
+    was cut short comes back soon."""
+    storage, deadline = store._front.storage, time.monotonic() + patience_s
+    while any(pool.borrowed for pool in buffers_of(store).pools.values()):
+        if not isinstance(storage, RemoteStorage) or time.monotonic() > deadline:
+            return True
+        storage._watch.serving().sweep()
+        time.sleep(0.001)
+    return False
+
+
 def index_key(store: KVStore, block_hash: bytes, group: int = 0) -> bytes:
     """The index key of a block."""
-    return store._views[group].keys([block_hash])[0]
+    return store._views[group].shape.keys([block_hash])[0]
 
 
 class Raw:
     """An open store's LMDB databases, for tests that damage them: values are replaced in transactions of their own,
-    below everything that kvstore checks."""
+    below everything that kvstore checks. Where another process has the shard open, each operation opens it here as well:
+    LMDB's own locks keep the two apart."""
 
     def __init__(self, store: KVStore) -> None:
-        self._db = store._shard.db
+        storage = store._front.storage
+        self._folder, self._own = store.folder, storage.shard.db if isinstance(storage, InlineStorage) else None
 
     def entry(self, key: bytes) -> bytes | None:
         """An index entry."""
-        with self._db._env.begin() as txn:
-            found = txn.get(key, db=self._db._index)
-            return None if found is None else bytes(found)
+        return self.value("index", key)
+
+    def entries(self) -> dict[bytes, bytes]:
+        """All index entries by their keys."""
+        return self.all("index")
 
     def put_entry(self, key: bytes, value: bytes | None) -> None:
         """Replace an index entry, or delete it."""
-        self._replace(self._db._index, key, value)
+        self.replace("index", key, value)
 
     def payload(self) -> dict[bytes, bytes]:
         """All chunks by their keys."""
-        with self._db._env.begin() as txn, txn.cursor(db=self._db._payload) as cursor:
-            return {bytes(k): bytes(v) for k, v in cursor}
+        return self.all("payload")
 
     def chunk(self, key: bytes) -> bytes:
         """One chunk."""
-        with self._db._env.begin() as txn:
-            return bytes(txn.get(key, db=self._db._payload))
+        found = self.value("payload", key)
+        assert found is not None
+        return found
 
     def put_chunk(self, key: bytes, value: bytes | None) -> None:
         """Replace a chunk, or delete it."""
-        self._replace(self._db._payload, key, value)
+        self.replace("payload", key, value)
 
     def quarantined(self) -> list[bytes]:
         """The quarantine's values, oldest first."""
-        with self._db._env.begin() as txn, txn.cursor(db=self._db.quarantine.database) as cursor:
-            return [bytes(v) for _, v in cursor]
+        return list(self.all("quarantine").values())
 
-    def _replace(self, database: Any, key: bytes, value: bytes | None) -> None:
-        with self._db._env.begin(write=True) as txn:
+    def transactions(self) -> int:
+        """The number of the last transaction that wrote."""
+        return int(self.info()["last_txnid"])
+
+    def info(self) -> dict[str, int]:
+        """What LMDB says of the environment."""
+        with self._environment() as (env, _):
+            return dict(env.info())
+
+    def value(self, database: str, key: bytes) -> bytes | None:
+        """What lies under a key."""
+        with self.transaction() as (txn, databases):
+            found = txn.get(key, db=databases[database])
+            return None if found is None else bytes(found)
+
+    def all(self, database: str) -> dict[bytes, bytes]:
+        """Everything in a database, in order."""
+        with self.transaction() as (txn, databases), txn.cursor(db=databases[database]) as cursor:
+            return {bytes(k): bytes(v) for k, v in cursor}
+
+    def replace(self, database: str, key: bytes, value: bytes | None) -> None:
+        """Replace what lies under a key, or delete it."""
+        with self.transaction(write=True) as (txn, databases):
             if value is None:
-                txn.delete(key, db=database)
+                txn.delete(key, db=databases[database])
             else:
-                txn.put(key, value, db=database)
+                txn.put(key, value, db=databases[database])
+
+    @contextmanager
+    def transaction(self, write: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """A transaction, and the databases by their names."""
+        with self._environment() as (env, databases), env.begin(write=write) as txn:
+            yield txn, databases
+
+    @contextmanager
+    def _environment(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        names = [name.decode() for name in DATABASES]
+        if self._own is not None:
+            own = [self._own._meta, self._own._index, self._own._payload, self._own.quarantine.database]
+            yield self._own._env, dict(zip(names, own, strict=True))
+            return
+        # Map size 0: the file's own.
+        options = {"map_size": 0, "max_dbs": len(names), "lib_version": LMDB_ENGINE, "sync": False}
+        with lmdb.open(str(self._folder), create=False, **options) as env:
+            yield env, {name: env.open_db(name.encode(), create=False) for name in names}
 
 
 CAMPAIGNS: list[str] = []

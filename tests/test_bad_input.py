@@ -20,9 +20,10 @@ import torch
 from kvstore import CacheIdentity, KVStore, PagedKVCache, Rank, StoreConfig, errors
 from kvstore.identity import LayerSpec
 from kvstore.storefile import DATA_NAME, FORMAT_VERSION, SLOT, SLOT_STRIDE, STORE_NAME, slot_hash
-from tests.support import IDENTITY, MIB, SMALL, block_hashes, canonical, layer_tensors, make_cache, open_store
+from tests.support import IDENTITY, MIB, SMALL, block_hashes, canonical, layer_tensors, make_cache, open_store, shard_of
 from tests.test_processes import child_outcome, run_python
 
+pytestmark = pytest.mark.both
 HASHES = block_hashes(8)
 NAME = "model.layers.0.self_attn.attn"
 NOBODY = 65534
@@ -128,6 +129,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[errors.KVStoreError], tuple[str,
 }  # fmt: skip
 
 
+@pytest.mark.both(cases=8)
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_a_call_with_bad_arguments_is_refused_and_changes_nothing(filled: KVStore, tmp_path: Path, name: str) -> None:
     given, error, words = BAD_CALLS[name]
@@ -267,6 +269,7 @@ BAD_CACHES: dict[str, tuple[Any, dict[str, Any], type[errors.KVStoreError], tupl
 
 
 @pytest.mark.parametrize("name", BAD_CACHES)
+@pytest.mark.inline("opens no store")
 def test_a_cache_that_cannot_be_stored_is_refused_at_construction(tmp_path: Path, name: str) -> None:
     tensors, options, error, words = BAD_CACHES[name]
     with refused(error, *words, folder=tmp_path):
@@ -302,6 +305,7 @@ BAD_IDENTITIES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BAD_IDENTITIES)
+@pytest.mark.inline("opens no store")
 def test_an_identity_that_says_too_little_is_refused(tmp_path: Path, name: str) -> None:
     make, words = BAD_IDENTITIES[name]
     with refused(errors.IdentityError, *words, folder=tmp_path):
@@ -350,15 +354,16 @@ def test_nan_in_an_identity_is_refused_before_anything_is_made(tmp_path: Path, c
         open_store(tmp_path / "store", cache, identity=replace(IDENTITY, extra={"k_scale": float("nan")}))
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_an_identity_id_of_another_identity_is_refused(
     tmp_path: Path, cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(tmp_path / "store", cache) as store:
         assert store.put_blocks(HASHES[:1], [0]).stored.all()
-        own = store._shard.identity_id
-        with store._shard.db._env.begin(write=True) as txn:
-            txn.put(b"identity:" + store._shard.identity_id, b'{"model":"another"}', db=store._shard.db._meta)
-    monkeypatch.setattr("kvstore.store.identity_digest", lambda text: own)
+        own = shard_of(store).identity_id
+        with shard_of(store).db._env.begin(write=True) as txn:
+            txn.put(b"identity:" + shard_of(store).identity_id, b'{"model":"another"}', db=shard_of(store).db._meta)
+    monkeypatch.setattr("kvstore.inline.identity_digest", lambda text: own)
     words = ("belongs to another identity", "another", "path of its own")
     # LMDB was open by then, and its readers write their slots to lock.mdb; what is stored stays as it was.
     with refused(errors.IdentityError, *words, folder=tmp_path, leave_out=("lock.mdb",)):
@@ -389,6 +394,7 @@ def test_attach_refuses_what_does_not_fit(filled: KVStore, tmp_path: Path) -> No
         ({"threads": True}, ("threads is True", "integer")),
     ],
 )
+@pytest.mark.inline("opens no store")
 def test_a_configuration_out_of_range_is_refused(
     option: dict[str, Any], words: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -396,12 +402,14 @@ def test_a_configuration_out_of_range_is_refused(
         StoreConfig(**option)
 
 
+@pytest.mark.inline("opens no store")
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(TypeError, match="capacity_gigabytes"):
         StoreConfig(capacity_gigabytes=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("rank", [{"tp_rank": 2, "tp_size": 2}, {"pp_rank": -1}, {"tp_size": 0}, {"tp_rank": "0"}])
+@pytest.mark.inline("opens no store")
 def test_a_rank_out_of_range_is_refused(rank: dict[str, Any], tmp_path: Path) -> None:
     with refused(errors.ConfigError, "expected 0 <= rank < size", folder=tmp_path):
         Rank(**rank)
@@ -412,7 +420,7 @@ def test_a_rank_out_of_range_is_refused(rank: dict[str, Any], tmp_path: Path) ->
     [
         ({"mode": "w"}, errors.ConfigError, ("mode 'w'", '"rw"')),
         ({"mode": None}, errors.ConfigError, ("mode None", '"rw"')),
-        ({"io": "process"}, errors.ConfigError, ("io 'process'", '"inline"')),
+        ({"io": "thread"}, errors.ConfigError, ("io 'thread'", '"inline" or "process"')),
         ({"rank": 0}, errors.ConfigError, ("int", "a Rank")),
         ({"config": {"capacity_bytes": MIB}}, errors.ConfigError, ("dict", "a StoreConfig")),
         ({"identity": "model"}, errors.IdentityError, ("str", "CacheIdentity(")),
@@ -489,6 +497,7 @@ def deny(path: Path, mode: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["r", "rw"])
+@pytest.mark.inline("gives up the rights that starting a process takes")
 def test_a_store_of_another_user_is_refused(public: Path, cache: PagedKVCache, mode: str) -> None:
     with open_store(public / "store", cache) as store:
         store.put_blocks(HASHES[:3], [0, 1, 2])
@@ -502,6 +511,7 @@ def test_a_store_of_another_user_is_refused(public: Path, cache: PagedKVCache, m
 
 
 @pytest.mark.parametrize("name", [STORE_NAME, DATA_NAME])
+@pytest.mark.inline("gives up the rights that starting a process takes")
 def test_files_of_another_user_are_refused(public: Path, cache: PagedKVCache, name: str) -> None:
     with open_store(public / "store", cache) as store:
         store.put_blocks(HASHES[:3], [0, 1, 2])
@@ -516,6 +526,7 @@ def test_files_of_another_user_are_refused(public: Path, cache: PagedKVCache, na
     assert before == ({} if os.geteuid() else snapshot(public))
 
 
+@pytest.mark.inline("gives up the rights that starting a process takes")
 def test_a_folder_that_may_not_be_written_is_refused(public: Path, cache: PagedKVCache) -> None:
     (public / "parent").mkdir(mode=0o555)
     said = as_nobody(lambda: open_store(public / "parent" / "store", cache))
@@ -586,6 +597,7 @@ def test_a_database_without_its_store_file_is_not_touched(
     refused_by_both(errors.StoreDamaged, *words, folder=tmp_path, cache=cache)
 
 
+@pytest.mark.inline("opens no store")
 def test_a_slot_is_as_long_as_its_struct_says() -> None:
     assert SLOT.size <= SLOT_STRIDE
 
@@ -696,11 +708,13 @@ def test_put_into_a_read_only_store_is_refused(closed: Path, tmp_path: Path, cac
         assert store.get_blocks(HASHES[:3], [3, 4, 5]).verified.all()
 
 
+@pytest.mark.inline("opens no store")
 def test_every_exception_says_what_it_is_and_has_one_root() -> None:
     every = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     assert all(issubclass(kind, errors.KVStoreError) and kind.__doc__ for kind in every)
 
 
+@pytest.mark.inline("opens no store")
 def test_the_default_configuration_is_good() -> None:
     assert replace(SMALL) == SMALL
     assert StoreConfig().sync

@@ -137,8 +137,8 @@ def credulous(monkeypatch: pytest.MonkeyPatch) -> None:
     def lengths(data: memoryview | None, number: int, length: int, stored_hash: int) -> Rejection | None:
         return check_chunk(data, number, length, xxh3_64_intdigest(data or b""))
 
-    monkeypatch.setattr("kvstore.loading.check_chunk", lengths)
-    monkeypatch.setattr(Load, "_verify", lambda self: sorted(self.landed))
+    monkeypatch.setattr("kvstore.fetching.check_chunk", lengths)
+    monkeypatch.setattr(Load, "_verify", lambda self, getting, pool: sorted(getting.tagged))
 
 
 @pytest.mark.parametrize(("name", "faults"), [("damage", 40), ("kill", 30), ("model", 3)])
@@ -150,7 +150,7 @@ def test_a_store_that_verifies_nothing_is_found_out(name: str, faults: int) -> N
 
 
 def test_threads_find_out_a_store_that_calls_misses_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Load, "_verify", lambda self: sorted({*self.landed, *self.missing}))
+    monkeypatch.setattr(Load, "_verify", lambda self, getting, pool: sorted({*getting.tagged, *getting.missing}))
     assert failing("threads", 1).counts[Kind.WRONG_SERVED] == 1
 
 

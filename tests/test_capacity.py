@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from kvstore import KVStore, PagedKVCache, StoreConfig, errors
-from kvstore.loading import Load
+from kvstore.loading import Landing, Load
 from kvstore.space import oldest_snapshot, record_bytes
 from kvstore.storefile import DATA_NAME
-from tests.support import MIB, Raw, block_hashes, canonical, index_key, make_cache, open_store
+from tests.support import MIB, Raw, block_hashes, canonical, index_key, io_mode, make_cache, open_store, shard_of
 
+pytestmark = pytest.mark.both
 FORM = {"layers": 2, "blocks": 32, "heads": 2, "tokens": 16, "head_size": 64}
 """Blocks of 16 KiB."""
 LRU = StoreConfig(capacity_bytes=4 * MIB, durability="process", eviction="lru")
@@ -61,10 +62,9 @@ def here(store: KVStore, hashes: list[bytes]) -> list[bool]:
 def recount(store: KVStore) -> dict[str, int]:
     """The figures of `stats` as the databases have them."""
     raw = Raw(store)
-    entries = [raw.entry(key) for key in store._shard.db.keys(b"", 10**6)]
     from kvstore.record import Header, parse_header
 
-    headers = [parse_header(entry) for entry in entries if entry is not None]
+    headers = [parse_header(entry) for entry in raw.entries().values()]
     good = [h for h in headers if isinstance(h, Header)]
     assert len(good) == len(headers)
     chunks = {int.from_bytes(key[:8], "big") for key in raw.payload()}
@@ -182,26 +182,27 @@ def test_what_is_asked_for_stays(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_a_block_of_a_load_in_flight_stays(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify, other = Load._verify, list[Any]()
-    target = make_cache(**FORM, seed=1)
+    owner: Any = Load if io_mode() == "inline" else Landing
+    name = "_verify" if io_mode() == "inline" else "land"
+    step, target = getattr(owner, name), make_cache(**FORM, seed=1)
     with open_store(tmp_path, make_cache(**FORM), LRU, clock=clock) as store:
         wanted, loader = put(store, "wanted"), store.attach(target)
 
-        def fill_meanwhile(load: Load) -> Any:
-            monkeypatch.setattr(Load, "_verify", verify)
+        def fill_meanwhile(*arguments: Any) -> Any:
+            monkeypatch.setattr(owner, name, step)
             for number in range(30):
                 clock.now += 60
-                other.append(put(store, f"request {number}"))
-            return verify(load)
+                put(store, f"request {number}")
+            return step(*arguments)
 
-        monkeypatch.setattr(Load, "_verify", fill_meanwhile)
+        monkeypatch.setattr(owner, name, fill_meanwhile)
         assert loader.get_blocks(wanted, range(16)).verified.all()
         assert all(here(store, wanted))
         for number in range(30, 60):
             clock.now += 60
             put(store, f"request {number}")
         assert not any(here(store, wanted)), "the load is over, and its pins with it"
-        assert not store._shard.keeper.pins  # type: ignore[union-attr]
+        assert io_mode() == "process" or not shard_of(store).keeper.pins  # type: ignore[union-attr]
     assert np.array_equal(canonical(target, range(16)), canonical(store.cache, range(16)))
 
 
@@ -237,17 +238,18 @@ def test_ranks_that_see_the_same_touches_evict_the_same_blocks(tmp_path: Path, p
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_after_a_restart_the_policy_goes_on(tmp_path: Path, policy: str, clock: Clock) -> None:
-    config = replace(LRU, eviction=policy)
-    for number in range(40):
-        clock.now += 60
+    config, puts = replace(LRU, eviction=policy), 1 if io_mode() == "inline" else 10
+    for life in range(40 // puts):
         with open_store(tmp_path, make_cache(**FORM), config, clock=clock) as store:
-            hashes = put(store, f"request {number}")
+            for number in range(puts):
+                clock.now += 60
+                hashes = put(store, f"request {life}/{number}")
             check_figures(store)
     if policy == "lru":
         assert all(here_again(tmp_path, config, hashes))
     else:
         with open_store(tmp_path, make_cache(**FORM), config, clock=clock) as store:
-            assert store._shard.db.note(b"eviction:hazard")
+            assert Raw(store).value("meta", b"eviction:hazard")
 
 
 def here_again(path: Path, config: StoreConfig, hashes: list[bytes]) -> list[bool]:
@@ -255,13 +257,14 @@ def here_again(path: Path, config: StoreConfig, hashes: list[bytes]) -> list[boo
         return here(store, hashes)
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_policy_that_was_cut_short_is_made_anew(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal may raise anywhere in the bookkeeping: no later call may work on what it left."""
     with open_store(tmp_path, make_cache(**FORM), LRU, clock=clock) as store:
         put(store, "request")
-        keeper = store._shard.keeper
+        keeper = shard_of(store).keeper
         assert keeper is not None
         with monkeypatch.context() as patch:
             patch.setattr("kvstore.eviction_base.ArrayPolicy._touch", interrupt)
@@ -325,6 +328,7 @@ def test_a_store_without_eviction_refuses_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [{"eviction": "mru"}, {"max_age_s": 0}, {"max_age_s": -1.0}, {"max_age_s": "1"}])
+@pytest.mark.inline("opens no store")
 def test_a_wrong_configuration_is_misuse(option: dict[str, Any]) -> None:
     with pytest.raises(errors.ConfigError):
         StoreConfig(**option)
@@ -357,15 +361,15 @@ def test_a_reader_changes_nothing(tmp_path: Path, call: Callable[[KVStore], Any]
 def test_a_reader_that_holds_the_pages_is_named_and_little_is_evicted_for_it(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.saving.READER_PATIENCE_S", 0.05)
+    monkeypatch.setattr("kvstore.storing.READER_PATIENCE_S", 0.05)
     with open_store(tmp_path, make_cache(**FORM), LRU, clock=clock) as store:
         for number in range(30):
             clock.now += 60
             put(store, f"request {number}")
         before = store.stats()
-        with store._shard.db.read():
+        with Raw(store).transaction():
             outcomes = list[str]()
-            for number in range(30, 60):
+            for number in range(30, 60 if io_mode() == "inline" else 33):
                 clock.now += 60
                 outcomes += store.put_blocks(block_hashes(16, f"request {number}"), range(16)).failed.values()
         after = store.stats()
@@ -387,10 +391,12 @@ def test_a_reader_that_holds_the_pages_is_named_and_little_is_evicted_for_it(
         ("(no active readers)\n", None),
     ],
 )
+@pytest.mark.inline("opens no store")
 def test_the_oldest_snapshot_is_read_from_the_table(table: str, oldest: int | None) -> None:
     assert oldest_snapshot(table) == oldest
 
 
+@pytest.mark.inline("opens no store")
 def test_a_record_takes_whole_pages() -> None:
     assert record_bytes(200, [4080]) == 4096 + 400
     assert record_bytes(200, [4081, 300]) == 2 * 4096 + 2 * (200 + 316)
@@ -457,6 +463,7 @@ def unchanged(tmp_path: Path, clock: Clock) -> Iterator[tuple[Path, list[list[by
         check_figures(store)
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_no_room_for_the_compacted_copy_is_said_with_the_figure(
     unchanged: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,7 +486,7 @@ import contextlib, sys
 from pathlib import Path
 from tests.test_capacity import *
 with open_store(Path(sys.argv[1]), make_cache(**FORM), LRU, mode="r") as reader:
-    with reader._shard.db.read() if sys.argv[2] == "True" else contextlib.nullcontext():
+    with Raw(reader).transaction() if sys.argv[2] == "True" else contextlib.nullcontext():
         print("open", flush=True)
         sys.stdin.read()
 """

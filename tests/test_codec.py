@@ -459,6 +459,7 @@ def assert_served(store: KVStore, cache: PagedKVCache, hashes: list[bytes], sour
     assert np.array_equal(canonical(cache, to), good)
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("layout", ["BHNC", "2BNHD", "BNHD"])
 def test_a_store_of_planes_gives_back_what_was_put(loops: ModuleType, tmp_path: Path, layout: str) -> None:
     cache = model_cache(layout)
@@ -475,6 +476,7 @@ def test_a_store_of_planes_gives_back_what_was_put(loops: ModuleType, tmp_path: 
         assert_served(reader, cache, HASHES[:3], [0, 1, 2], [6, 7, 8])
 
 
+@pytest.mark.both
 def test_records_of_both_codecs_lie_side_by_side(tmp_path: Path) -> None:
     cache = model_cache()
     with open_store(tmp_path, cache) as store:
@@ -490,6 +492,7 @@ def test_records_of_both_codecs_lie_side_by_side(tmp_path: Path) -> None:
         assert store.put_blocks(HASHES, [0, 1, 2, 3]).present.all()
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.int8])
 def test_other_element_types_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
     cache = make_cache(**BIG, dtype=dtype)
@@ -500,6 +503,7 @@ def test_other_element_types_come_back(tmp_path: Path, dtype: torch.dtype) -> No
         assert_served(store, cache, HASHES, [0, 1, 2, 3], [4, 5, 6, 7])
 
 
+@pytest.mark.both
 def test_chunks_of_one_record_may_be_stored_either_way(tmp_path: Path) -> None:
     cache = model_cache(heads=1, tokens=8, head_size=6000)
     noise = cache.tensors["model.layers.1.self_attn.attn"]
@@ -512,6 +516,7 @@ def test_chunks_of_one_record_may_be_stored_either_way(tmp_path: Path) -> None:
         assert_served(store, cache, HASHES, [0, 1, 2, 3], [4, 5, 6, 7])
 
 
+@pytest.mark.both
 def test_small_batches_and_many_blocks_come_back(tmp_path: Path) -> None:
     cache = model_cache(blocks=40)
     config = replace(PLANES, batch_bytes=1, read_batch_bytes=1)
@@ -524,6 +529,7 @@ def test_small_batches_and_many_blocks_come_back(tmp_path: Path) -> None:
         assert_served(store, cache, hashes, source, to)
 
 
+@pytest.mark.both
 def test_a_load_decodes_in_staging_and_takes_no_memory_by_the_block(tmp_path: Path) -> None:
     cache = model_cache(blocks=64, tokens=64)
     hashes = block_hashes(32)
@@ -541,7 +547,7 @@ def test_a_load_decodes_in_staging_and_takes_no_memory_by_the_block(tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVStore]:
+def shared(tmp_path_factory: pytest.TempPathFactory, io: str) -> Iterator[KVStore]:
     """One store for all crafted records."""
     with open_store(tmp_path_factory.mktemp("crafted"), model_cache(), PLANES) as store:
         yield store
@@ -575,6 +581,7 @@ CHUNKS: dict[str, tuple[Callable[[bytes, int], bytes], str]] = {
 }
 
 
+@pytest.mark.both(cases=200)
 @pytest.mark.parametrize("name", CHUNKS)
 def test_a_damaged_chunk_under_right_hashes_is_refused(shared: KVStore, name: str) -> None:
     record, raw, key = craft(shared)
@@ -584,6 +591,7 @@ def test_a_damaged_chunk_under_right_hashes_is_refused(shared: KVStore, name: st
     assert outcome(shared) == (kind, True)
 
 
+@pytest.mark.both
 def test_a_chunk_that_does_not_decode_leaves_the_other_blocks_good(tmp_path: Path) -> None:
     cache = model_cache()
     with open_store(tmp_path, cache, PLANES) as store:
@@ -597,6 +605,8 @@ def test_a_chunk_that_does_not_decode_leaves_the_other_blocks_good(tmp_path: Pat
         assert np.array_equal(canonical(cache, [5, 6, 7]), canonical(cache, [1, 2, 3]))
 
 
+@pytest.mark.both(cases=200)
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_damaged_chunk_under_its_old_hash_is_refused_before_it_is_decoded(
     shared: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -611,6 +621,7 @@ def test_a_damaged_chunk_under_its_old_hash_is_refused_before_it_is_decoded(
     raw.put_entry(key, None)
 
 
+@pytest.mark.both
 def test_a_record_that_names_the_other_codec_is_refused(shared: KVStore) -> None:
     record, raw, key = craft(shared)
     record.change(codec=0)
@@ -618,6 +629,7 @@ def test_a_record_that_names_the_other_codec_is_refused(shared: KVStore) -> None
     assert outcome(shared) == ("decode", True)
 
 
+@pytest.mark.both
 def test_a_raw_record_that_names_planes_is_served_since_its_chunks_are_raw(tmp_path: Path) -> None:
     with open_store(tmp_path, model_cache()) as store:
         record, raw, key = craft(store)

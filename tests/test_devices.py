@@ -42,6 +42,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("layout", ["BHNC", "2BNHD", "BHND"])
 def test_a_device_without_kernels_stores_and_verifies_and_says_so(
     layout: str, waits: list[torch.device], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -63,6 +64,7 @@ def test_a_device_without_kernels_stores_and_verifies_and_says_so(
     assert all("Triton does not compile for mps" in text and "copied to the host" in text for text in said)
 
 
+@pytest.mark.both
 def test_what_goes_astray_on_a_device_without_kernels_is_refused(
     waits: list[torch.device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ def blocks_of(cache: PagedKVCache, ids: list[int], layout: str) -> Any:
     return canonical(PagedKVCache.from_tensors(moved, layout), ids)
 
 
+@pytest.mark.both
 @needs_gpu
 @pytest.mark.parametrize("layout", ["BHNC", "2BNHD", "B2NHD", "BHND"])
 def test_a_gpu_stores_and_loads(layout: str, tmp_path: Path) -> None:
@@ -186,6 +189,7 @@ def test_a_gpu_stores_and_loads(layout: str, tmp_path: Path) -> None:
     assert np.array_equal(blocks_of(target, [30, 4, 3, 1], layout), blocks_of(source, IDS[:4], layout))
 
 
+@pytest.mark.both
 @needs_gpu
 def test_a_gpus_pending_work_comes_first_and_its_memory_is_kept(tmp_path: Path) -> None:
     source, target = gpu_cache("BHNC", 1), gpu_cache("BHNC", 2)

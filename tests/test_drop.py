@@ -62,6 +62,7 @@ def test_lists_every_identity(two: tuple[Path, str, str]) -> None:
     assert lines[first].endswith(" bytes")
 
 
+@pytest.mark.both
 def test_drops_one_identity_and_leaves_the_other(two: tuple[Path, str, str]) -> None:
     path, first, second = two
     ran = invoke(str(path), "--identity", first, "--yes")
@@ -75,6 +76,7 @@ def test_drops_one_identity_and_leaves_the_other(two: tuple[Path, str, str]) -> 
         assert store.stats()["raw_bytes"] == 4 * 2 * 2 * 4 * 64
 
 
+@pytest.mark.both
 def test_the_room_of_what_is_dropped_is_free(two: tuple[Path, str, str]) -> None:
     path, first, second = two
     invoke(str(path), "--identity", first, "--yes")
@@ -208,7 +210,7 @@ def test_an_identity_that_is_damaged_or_missing_can_go(tmp_path: Path, text: byt
     own = identity_digest(text) if consistent and text is not None else None
     name = fill(path)
     with open_store(path, make_cache()) as store:
-        Raw(store)._replace(store._shard.db._meta, b"identity:" + (own or bytes.fromhex(name)), text)
+        Raw(store).replace("meta", b"identity:" + (own or bytes.fromhex(name)), text)
     listed = invoke(str(path))
     assert listed.exit_code == 0, listed.output
     assert "\x1b" not in listed.stdout
@@ -222,8 +224,8 @@ def test_keys_that_name_no_identity_never_name_others(two: tuple[Path, str, str]
     path, first, second = two
     with open_store(path, make_cache()) as store:
         raw = Raw(store)
-        raw._replace(store._shard.db._meta, b"identity:", b"short")
-        raw._replace(store._shard.db._meta, b"identity:" + bytes.fromhex(first[:6]), b"short")
+        raw.replace("meta", b"identity:", b"short")
+        raw.replace("meta", b"identity:" + bytes.fromhex(first[:6]), b"short")
         raw.put_entry(bytes.fromhex(first[:8]), b"short")
     assert records(path) == {first: 6, second: 4}
     invoke(str(path), "--identity", first[:8], "--yes")

@@ -510,6 +510,7 @@ def test_store_file_says_clean_after_close_and_unclean_before(shard: Shard) -> N
     assert (before["flags"], after["flags"]) == (0, 1)
 
 
+@pytest.mark.both
 def test_first_slot_is_zero_until_the_second_generation(tmp_path: Path) -> None:
     case = CASES[0]
     with open_store(tmp_path, case.cache) as store:
@@ -555,6 +556,7 @@ def condemn_one(store: KVStore, hashes: list[bytes]) -> tuple[bytes, bytes]:
     return key, entry
 
 
+@pytest.mark.both
 def test_quarantine_entry_holds_the_condemned_index_entry(tmp_path: Path) -> None:
     hashes = block_hashes(2)
     with open_store(tmp_path, CASES[0].cache) as store:

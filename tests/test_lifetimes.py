@@ -12,12 +12,14 @@ import lmdb
 import numpy as np
 import pytest
 
-from kvstore import KVStore, PagedKVCache, errors
+from kvstore import KVStore, PagedKVCache, errors, storefile
 from kvstore.blockdb import BlockDB
+from kvstore.saving import Save
 from kvstore.staging import StagingPool
-from tests.support import MIB, SMALL, Raw, block_hashes, canonical, make_cache, open_store
+from tests.support import MIB, SMALL, Raw, block_hashes, buffers_of, canonical, make_cache, open_store
 from tests.test_processes import run_python
 
+pytestmark = pytest.mark.both
 HASHES = block_hashes(4)
 
 INTERRUPTED = """
@@ -42,8 +44,8 @@ while time.monotonic() < end:
     except Interrupt:
         count += 1
         # While the exception lives, and with it the frames that it came through.
-        assert not store._shard.db.calls, "a call is counted that has ended"
-        assert not any(p.borrowed for p in store._shard._pools.values()), "a staging buffer is lost"
+        assert not store._front.storage.calls, "a call is counted that has ended"
+        assert not buffers_are_lost(store), "a staging buffer is lost"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     got = loader.submit_get_blocks(hashes, range(8)).result(5)
@@ -67,8 +69,8 @@ def test_interrupts_anywhere_leave_a_store_that_works(tmp_path: Path) -> None:
 def hold(store: KVStore) -> threading.Event:
     """Keep the store's threads busy until the event is set."""
     free = threading.Event()
-    for _ in range(store._shard.config.threads):
-        store._shard.submit(free.wait, 30)
+    for _ in range(store._front.config.threads):
+        store._front.submit(free.wait, 30)
     return free
 
 
@@ -112,24 +114,28 @@ def test_misuse_of_a_submitted_call_is_raised_at_once(store: KVStore) -> None:
 def test_close_waits_for_the_whole_of_a_call_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also between two of its transactions."""
     store = open_store(tmp_path, make_cache(), replace(SMALL, batch_bytes=1))
-    write, first, go = store._shard.db.write, threading.Event(), threading.Event()
+    make_ready, first, go, calls = Save._make_ready, threading.Event(), threading.Event(), iter(range(99))
 
     def slow(*arguments: Any) -> Any:
-        first.set()
-        go.wait(30)
-        return write(*arguments)
+        if next(calls) == 1:
+            first.set()
+            go.wait(30)
+        return make_ready(*arguments)
 
-    monkeypatch.setattr(store._shard.db, "write", slow)
+    monkeypatch.setattr(Save, "_make_ready", slow)
     results: list[Any] = []
     putting = threading.Thread(target=lambda: results.append(store.put_blocks(HASHES, range(4))))
     putting.start()
     first.wait(30)
     closing = threading.Thread(target=store.close)
     closing.start()
-    while not store._shard.db._closing:
-        closing.join(0.001)
+
+    def ask_on() -> None:
+        while closing.is_alive():
+            store.match_prefix(HASHES)
+
     with pytest.raises(errors.StoreClosed):
-        store.match_prefix(HASHES)
+        ask_on()
     assert closing.is_alive()
     go.set()
     putting.join(30)
@@ -161,18 +167,21 @@ def test_close_in_the_callback_of_a_future_does_not_wait_for_itself(tmp_path: Pa
 
 def test_two_closes_at_once_both_wait_for_the_end(tmp_path: Path) -> None:
     store = open_store(tmp_path, make_cache())
-    store._shard.db.enter("a call")
-    threads = [threading.Thread(target=store.close) for _ in range(2)]
+    store._front.storage.enter("a call")
+    free = list[bool]()
+    threads = [threading.Thread(target=lambda: (store.close(), free.append(not storefile._opened))) for _ in range(2)]
     for thread in threads:
         thread.start()
     threads[0].join(0.05)
     assert all(thread.is_alive() for thread in threads)
-    store._shard.db.calls.discard("a call")
+    store._front.storage.calls.discard("a call")
     for thread in threads:
         thread.join(30)
+    assert free == [True, True]
     open_store(tmp_path, make_cache()).close()
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_stats_of_an_accounting_that_cannot_be_read_are_the_counters(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +195,7 @@ def test_stats_of_an_accounting_that_cannot_be_read_are_the_counters(
     assert "records" not in stats
 
 
+@pytest.mark.inline("opens no store")
 def test_a_buffer_is_waited_for_and_given_back() -> None:
     pool, order = StagingPool(8), list[str]()
 
@@ -207,8 +217,9 @@ def test_many_block_sizes_share_the_staging_buffers(tmp_path: Path) -> None:
     with open_store(tmp_path, make_cache()) as store:
         for tokens in range(1, 200):
             view = store.attach(make_cache(tokens=tokens))._views[0]
-            assert [store._shard.staging(view, purpose).nbytes for purpose in ("put", "get")] == [2 * MIB, 2 * MIB]
-        assert len(store._shard._pools) == 2
+            pools = [store._front.staging(view, purpose, buffers_of(store)) for purpose in ("put", "get")]
+            assert [pool.nbytes for pool in pools] == [2 * MIB, 2 * MIB]
+        assert len(buffers_of(store).pools) == 2
 
 
 def test_a_dropped_store_gives_its_shard_up(tmp_path: Path) -> None:
@@ -218,15 +229,14 @@ def test_a_dropped_store_gives_its_shard_up(tmp_path: Path) -> None:
         del store
 
 
-def test_condemned_records_of_a_call_leave_in_one_transaction(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_condemned_records_of_a_call_leave_in_one_transaction(store: KVStore) -> None:
     store.put_blocks(HASHES, range(4))
-    raw, calls = Raw(store), list[int]()
+    raw = Raw(store)
     for key, chunk in raw.payload().items():
         raw.put_chunk(key, bytes(len(chunk)))
-    condemn = store._shard.db.condemn
-    monkeypatch.setattr(store._shard.db, "condemn", lambda entries: (calls.append(len(entries)), condemn(entries))[1])
+    before = raw.transactions()
     assert len(store.get_blocks(HASHES, range(4)).rejected) == 4
-    assert calls == [4]
+    assert raw.transactions() == before + 1
     assert store.stats()["quarantine_records"] == 4
 
 
@@ -234,11 +244,12 @@ def test_a_close_that_would_cut_calls_off_leaves_the_store_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path, make_cache())
-    store._shard.db.enter("a call")
-    monkeypatch.setattr("kvstore.environment.CLOSE_TIMEOUT", 0.01)
+    store._front.storage.enter("a call")
+    for name in ("kvstore.environment.CLOSE_TIMEOUT", "kvstore.remote.CLOSE_TIMEOUT_S"):
+        monkeypatch.setattr(name, 0.01)
     with pytest.raises(errors.StoreBusy, match="1 calls are still in flight"):
         store.close()
-    store._shard.db.calls.discard("a call")
+    store._front.storage.calls.discard("a call")
     store.close()
     open_store(tmp_path, make_cache()).close()
 

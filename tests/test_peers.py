@@ -29,16 +29,20 @@ from kvstore.record import chunk_key
 from kvstore.span import Span
 from tests.support import (
     IDENTITY,
+    IO,
     SMALL,
     Raw,
     block_hashes,
     canonical,
     index_key,
+    io_mode,
     layer_tensors,
     make_cache,
     open_store,
+    shard_of,
 )
 
+pytestmark = pytest.mark.both
 HASHES = block_hashes(6)
 ROOT = Path(__file__).parents[1]
 
@@ -64,12 +68,13 @@ def third_fails(call: Callable[..., Any], error: Exception) -> Callable[..., Any
     return third
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_1_a_put_that_fails_is_absent_and_the_others_stand(
     tmp_path: Path, cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(tmp_path, cache, replace(SMALL, batch_bytes=1)) as store:
         no_space = lmdb.DiskError("mdb_txn_commit: No space left on device")
-        monkeypatch.setattr(store._shard.db, "write", third_fails(store._shard.db.write, no_space))
+        monkeypatch.setattr(shard_of(store).db, "write", third_fails(shard_of(store).db.write, no_space))
         put = store.put_blocks(HASHES, range(6))
         assert put.failed == {2: "io_error"}
         assert put.stored.tolist() == [True, True, False, True, True, True]
@@ -81,11 +86,12 @@ def test_1_a_put_that_fails_is_absent_and_the_others_stand(
         assert store.stats()["put_failed_io_error"] == 1
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_1_a_transaction_that_fails_halfway_leaves_nothing_of_it(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = lmdb.Error("mdb_put: Input/output error")
-    monkeypatch.setattr(store._shard.db, "_put", third_fails(store._shard.db._put, broken))
+    monkeypatch.setattr(shard_of(store).db, "_put", third_fails(shard_of(store).db._put, broken))
     assert set(store.put_blocks(HASHES, range(6)).failed.values()) == {"io_error"}
     monkeypatch.undo()
     assert store.match_prefix(HASHES) == 0
@@ -130,6 +136,7 @@ def test_2_exchanged_payloads_are_both_refused(store: KVStore) -> None:
 # 3. A packed layout is read as another of the same shape.
 
 
+@pytest.mark.inline("opens no store")
 def test_3_the_same_bytes_under_a_transposed_view_sum_to_something_else() -> None:
     tensors = layer_tensors("BHNC", heads=4, tokens=4)
     right = PagedKVCache.from_tensors(tensors, "BHNC")
@@ -147,7 +154,9 @@ def test_3_a_block_copied_by_one_layout_and_summed_by_another_is_refused(
         loader = store.attach(target)
         misread = PagedKVCache.from_tensors(dict(target.tensors), "BHNC")
         wrong = store.attach(misread)._views[0].route.path
-        monkeypatch.setattr(loader._views[0].route.path, "scatter_from", wrong.scatter_from)
+        go_astray(
+            monkeypatch, loader._views[0].route, lambda land, span, addresses: wrong.scatter_from(span, addresses)
+        )
         got = loader.get_blocks(HASHES[:2], [4, 5])
         assert [r.kind for r in got.rejected.values()] == ["content", "content"]
         assert not any(r.condemned for r in got.rejected.values())
@@ -179,7 +188,7 @@ def test_4_groups_of_one_hash_do_not_meet(tmp_path: Path) -> None:
         one, two = (index_key(store, HASHES[0], group) for group in (0, 1))
         Raw(store).put_entry(two, Raw(store).entry(one))
         assert store.get_blocks(HASHES[:1], [0], group=1).rejected[0].kind == "key"
-        assert store._views[0].tags(HASHES[:1]) != store._views[1].tags(HASHES[:1])
+        assert store._views[0].shape.tags(HASHES[:1]) != store._views[1].shape.tags(HASHES[:1])
 
 
 # 5. The source changes while it is being stored.
@@ -218,31 +227,42 @@ def test_5_a_gather_of_the_wrong_block_fails_that_put(
 # 6 and 7. The destination is overwritten, or a transfer fails and is reported as done.
 
 
-def nothing(land: Callable[..., None], span: Span, addresses: Any) -> None:
+def nothing(land: Callable[..., Any], span: Span, addresses: Any) -> None:
     """A copier that reports success and copies nothing."""
 
 
-def exchanged_rows(land: Callable[..., None], span: Span, addresses: Any) -> None:
+def exchanged_rows(land: Callable[..., Any], span: Span, *rest: Any) -> Any:
     order = np.array([1, 0, *range(2, len(span))])
-    land(replace(span, block_ids=span.block_ids[order]), addresses)
+    return land(replace(span, block_ids=span.block_ids[order]), *rest)
 
 
-def wrong_block(land: Callable[..., None], span: Span, addresses: Any) -> None:
-    land(replace(span, block_ids=(span.block_ids + 4) % 8), addresses)
+def wrong_block(land: Callable[..., Any], span: Span, *rest: Any) -> Any:
+    return land(replace(span, block_ids=(span.block_ids + 4) % 8), *rest)
 
 
-def two_rows_in_one_block(land: Callable[..., None], span: Span, addresses: Any) -> None:
+def two_rows_in_one_block(land: Callable[..., Any], span: Span, *rest: Any) -> Any:
     ids = span.block_ids.copy()
     ids[0] = ids[1]
-    land(replace(span, block_ids=ids), addresses)
+    return land(replace(span, block_ids=ids), *rest)
 
 
-def one_token_off(land: Callable[..., None], span: Span, addresses: Any) -> None:
+def one_token_off(land: Callable[..., Any], span: Span, addresses: Any) -> None:
     land(span, addresses + 64)
 
 
-def exchanged_slices(land: Callable[..., None], span: Span, addresses: Any) -> None:
+def exchanged_slices(land: Callable[..., Any], span: Span, addresses: Any) -> None:
     land(span, np.ascontiguousarray(addresses[:, [1, 0, 2, 3]]))
+
+
+def go_astray(monkeypatch: pytest.MonkeyPatch, route: Any, fault: Callable[..., Any]) -> None:
+    """Break what brings blocks to the engine's: also the loop that takes them from a connection, where the fault is one of
+    places; where it is one of sources, that loop is not used."""
+    of_places = fault in (exchanged_rows, wrong_block, two_rows_in_one_block)
+    if io_mode() == "process" and not of_places:
+        monkeypatch.setattr(route, "direct", False)
+    for name in ("scatter_from", "land"):
+        land = getattr(route.path, name)
+        monkeypatch.setattr(route.path, name, lambda *rest, land=land: fault(land, *rest))
 
 
 @pytest.mark.parametrize(
@@ -261,9 +281,7 @@ def test_7_bytes_that_went_astray_are_refused_and_the_record_kept(
 ) -> None:
     store.put_blocks(HASHES[:3], range(3))
     loader = store.attach(make_cache(seed=6))
-    path = loader._views[0].route.path
-    land = path.scatter_from
-    monkeypatch.setattr(path, "scatter_from", lambda span, addresses: fault(land, span, addresses))
+    go_astray(monkeypatch, loader._views[0].route, fault)
     got = loader.get_blocks(HASHES[:3], [1, 2, 3])
     assert sorted(got.rejected) == wrong
     assert {(r.kind, r.condemned) for r in got.rejected.values()} == {("content", False)}
@@ -304,10 +322,10 @@ def test_6_a_copy_that_lands_late_in_an_earlier_block_is_refused(
     """One snapshot a block: the second block's bytes go into the first one's place, long after the first landed."""
     with open_store(tmp_path, make_cache(), replace(SMALL, read_batch_bytes=1)) as store:
         store.put_blocks(HASHES[:2], range(2))
-        path = store._views[0].route.path
-        land = path.scatter_from
-        monkeypatch.setattr(
-            path, "scatter_from", lambda span, a: land(replace(span, block_ids=np.array([4], np.int64)), a)
+        go_astray(
+            monkeypatch,
+            store._views[0].route,
+            lambda land, span, addresses: land(replace(span, block_ids=np.array([4], np.int64)), addresses),
         )
         assert not store.get_blocks(HASHES[:2], [4, 5]).verified.any()
 
@@ -373,9 +391,8 @@ with open_store(__import__("pathlib").Path(sys.argv[1]), cache, mode="r") as sto
 def test_10_what_one_process_put_another_gets(store: KVStore, cache: PagedKVCache, hash_seed: str) -> None:
     store.put_blocks(HASHES, range(6))
     command = [sys.executable, "-c", LOADER, str(store.folder.parent)]
-    done = subprocess.run(
-        command, env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
-    )
+    environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT), IO: io_mode()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["6", "6", canonical(cache, range(6)).tobytes().hex()]
 
 
@@ -422,13 +439,14 @@ def test_14_after_a_rejection_the_next_lookup_misses_and_a_new_put_succeeds(stor
     assert store.match_prefix(HASHES[:3]) == 3
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_14_a_refusal_that_cannot_be_written_is_still_a_miss(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> bool:
         raise lmdb.MapFullError("mdb_put: MDB_MAP_FULL")
 
     store.put_blocks(HASHES[:2], range(2))
     exchange(store, HASHES[0], HASHES[1])
-    monkeypatch.setattr(store._shard.db, "condemn", full)
+    monkeypatch.setattr(shard_of(store).db, "condemn", full)
     assert len(store.get_blocks(HASHES[:2], range(2)).rejected) == 2
     assert store.match_prefix(HASHES[:2]) == 0
     assert store.get_blocks(HASHES[:2], range(2)).missing.all()

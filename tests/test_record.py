@@ -367,7 +367,7 @@ BLAMED = {"header", "key", "storage_hash", "decode", "content"}
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVStore]:
+def shared(tmp_path_factory: pytest.TempPathFactory, io: str) -> Iterator[KVStore]:
     """One store for all crafted records."""
     with open_store(tmp_path_factory.mktemp("crafted"), make_cache()) as store:
         yield store
@@ -383,7 +383,7 @@ def craft(store: KVStore) -> tuple[Crafted, Raw, bytes]:
     raw, key = Raw(store), index_key(store, HASHES[0])
     header = parse_header(raw.entry(key) or b"", key)
     assert isinstance(header, Header)
-    plan, payload = store._views[0].plan, raw.payload()
+    plan, payload = store._views[0].shape.plan, raw.payload()
     directory = parse_directory(memoryview(payload[chunk_key(header.sequence, 0)]), header, plan)
     assert isinstance(directory, Directory)
     chunks = [payload[chunk_key(header.sequence, n)] for n in range(1, plan.num_chunks + 1)]
@@ -402,6 +402,7 @@ def test_every_step_of_the_document_has_a_fault() -> None:
     assert set(FAULTS) == set(ORDER) - {1}
 
 
+@pytest.mark.both(cases=200)
 def test_a_record_put_together_again_without_a_fault_is_verified(shared: KVStore) -> None:
     record, raw, key = craft(shared)
     before = raw.entry(key)
@@ -410,6 +411,7 @@ def test_a_record_put_together_again_without_a_fault_is_verified(shared: KVStore
     raw.put_entry(key, None)
 
 
+@pytest.mark.both(cases=200)
 @pytest.mark.parametrize("step", FAULTS)
 def test_each_fault_is_of_the_documents_kind_and_blames_whom_it_says(shared: KVStore, step: int) -> None:
     record, raw, key = craft(shared)
@@ -421,6 +423,7 @@ def test_each_fault_is_of_the_documents_kind_and_blames_whom_it_says(shared: KVS
     assert outcome(shared) == ("miss", False)
 
 
+@pytest.mark.both(cases=200)
 @pytest.mark.parametrize(("first", "second"), list(itertools.combinations(FAULTS, 2)))
 def test_of_two_faults_the_one_of_the_earlier_step_is_told(shared: KVStore, first: int, second: int) -> None:
     record, raw, key = craft(shared)
@@ -433,6 +436,7 @@ def test_of_two_faults_the_one_of_the_earlier_step_is_told(shared: KVStore, firs
 # --- crafted records that would do harm --------------------------------------------------------------------------
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("flags", [1, 0x8000, 0xFFFF])
 def test_a_flag_that_is_not_known_must_be_understood(store: KVStore, flags: int) -> None:
     record, raw, key = craft(store)
@@ -441,6 +445,7 @@ def test_a_flag_that_is_not_known_must_be_understood(store: KVStore, flags: int)
     assert outcome(store) == ("version", False)
 
 
+@pytest.mark.both
 def test_an_index_entry_of_any_length_is_a_rejection_of_the_header(store: KVStore) -> None:
     for length in (0, 1, 15, 16, FIXED.size, MAX_HEADER_BYTES + 1, 2**16, 2**20):
         store.put_blocks(HASHES[:1], [0])
@@ -450,6 +455,7 @@ def test_an_index_entry_of_any_length_is_a_rejection_of_the_header(store: KVStor
         assert store.get_blocks(HASHES[:1], [5]).verified.all()
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("key_length", [0, 1, 25])
 def test_a_header_with_a_short_key_can_be_put_over(store: KVStore, key_length: int) -> None:
     record, raw, key = craft(store)
@@ -471,6 +477,7 @@ def test_a_crafted_geometry_of_very_many_layers_is_described_in_little_memory() 
 # --- a newer record ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.both
 def test_a_newer_record_is_refused_and_left_alone(store: KVStore) -> None:
     record, raw, key = craft(store)
     record.patches["version"] = 2
@@ -481,6 +488,7 @@ def test_a_newer_record_is_refused_and_left_alone(store: KVStore) -> None:
     assert (raw.entry(key), raw.payload(), raw.quarantined()) == (entry, payload, [])
 
 
+@pytest.mark.both
 def test_a_put_over_a_newer_record_takes_its_place_and_frees_nothing_of_it(store: KVStore) -> None:
     record, raw, key = craft(store)
     record.patches["version"] = 2
@@ -506,11 +514,7 @@ class Bomb:
 
 def bomb_places(store: KVStore) -> dict[str, Callable[[bytes], None]]:
     """Where bytes can be put under a block's key."""
-    raw, db, key = Raw(store), store._shard.db, index_key(store, HASHES[0])
-
-    def meta(name: bytes, value: bytes) -> None:
-        with db._env.begin(write=True) as txn:
-            txn.put(name, value, db=db._meta)
+    raw, key = Raw(store), index_key(store, HASHES[0])
 
     def chunk(number: int, value: bytes) -> None:
         header = parse_header(raw.entry(key) or b"", key)
@@ -521,10 +525,11 @@ def bomb_places(store: KVStore) -> dict[str, Callable[[bytes], None]]:
         "index": lambda value: raw.put_entry(key, value),
         "directory": lambda value: chunk(0, value),
         "chunk": lambda value: chunk(1, value),
-        "usage": lambda value: meta(b"usage", value),
+        "usage": lambda value: raw.replace("meta", b"usage", value),
     }
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 @pytest.mark.parametrize(
     ("place", "kind"),
@@ -544,6 +549,7 @@ def test_a_pickle_is_never_deserialised(store: KVStore, tmp_path: Path, place: s
     assert armed.exists(), "the pickle does explode where something unpickles it"
 
 
+@pytest.mark.both
 def test_a_pickle_of_a_records_exact_length_in_each_place_runs_nothing(store: KVStore, tmp_path: Path) -> None:
     armed = tmp_path / "exploded"
     value = pickle.dumps(Bomb(armed))
@@ -560,13 +566,12 @@ def test_a_pickle_of_a_records_exact_length_in_each_place_runs_nothing(store: KV
 # --- what a reader opens -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.both
 def test_a_damaged_identity_in_meta_does_not_keep_the_store_from_opening(tmp_path: Path, cache: PagedKVCache) -> None:
     with open_store(tmp_path, cache) as store:
         store.put_blocks(HASHES, [0, 1, 2])
-        db = store._shard.db
-        name = b"identity:" + store._shard.identity_id
-        with db._env.begin(write=True) as txn:
-            txn.put(name, flip(txn.get(name, db=db._meta) or b"", 99), db=db._meta)
+        raw, name = Raw(store), b"identity:" + store.identity.digest()
+        raw.replace("meta", name, flip(raw.value("meta", name) or b"", 99))
     with open_store(tmp_path, cache) as store:
         assert store.get_blocks(HASHES, [3, 4, 5]).verified.all()
 

@@ -19,6 +19,7 @@ from kvstore.tools.cli import app
 from kvstore.tools.replay import ReplayError, Request
 from tests import policy_simulation
 from tests.policy_traces import chats, scans, together, zipf_documents
+from tests.support import shard_of
 
 CAPACITY = 200
 SHORT = [Request(0, [1, 2, 3]), Request(10, [1, 2, 4]), Request(10, [1, 2, 3, 5]), Request(2000.5, [9])]
@@ -128,7 +129,7 @@ def test_the_trace_is_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     class Clocked(KVStore):
         def touch(self, *arguments: Any, **options: Any) -> None:
-            keeper = self._shard.keeper
+            keeper = shard_of(self).keeper
             assert keeper is not None
             seen.append(keeper.clock())
             super().touch(*arguments, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvstore.checksum import block_checksum_tags
 from kvstore.hostpath import NumbaPath, NumpyPath
 from kvstore.quarantine import parse_entry
 from kvstore.record import Header, chunk_key, parse_header
+from kvstore.saving import Save, Started
 from tests.support import (
     IDENTITY,
     LAYOUTS,
@@ -36,6 +38,7 @@ from tests.support import (
     reference_checksums,
 )
 
+pytestmark = pytest.mark.both
 HASHES = block_hashes(6)
 
 
@@ -93,7 +96,7 @@ def test_blocks_survive_the_store_object(tmp_path: Path, cache: PagedKVCache) ->
 def test_stored_checksums_are_the_protocols(store: KVStore, cache: PagedKVCache) -> None:
     store.put_blocks(HASHES[2:4], [1, 3], start=2, num_tokens=15, parent=HASHES[1])
     sums = reference_checksums(cache.group(0), canonical(cache, [1, 3]), 2, [4, 3])
-    tags = block_checksum_tags(HASHES[2:4], store._views[0].fingerprint)
+    tags = block_checksum_tags(HASHES[2:4], store._views[0].shape.fingerprint)
     headers = [header_of(store, h) for h in HASHES[2:4]]
     assert [h.tagged_checksum ^ int(tag) for h, tag in zip(headers, tags, strict=True)] == sums
     assert [h.parent for h in headers] == HASHES[1:3]
@@ -167,18 +170,22 @@ def test_empty_calls_answer_nothing(store: KVStore) -> None:
 def test_a_long_call_is_split_into_transactions_of_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, written = make_cache(blocks=40), []
+    cache, hashes, written = make_cache(blocks=40), block_hashes(40), list[int]()
     block = cache.group(0).block_bytes
     config = replace(SMALL, batch_bytes=3 * block, read_batch_bytes=5 * block)
+    make_ready = Save._make_ready
+
+    def noted(save: Save, putting: Any, started: Started) -> Any:
+        written.append(started.indices.size)
+        return make_ready(save, putting, started)
+
+    monkeypatch.setattr(Save, "_make_ready", noted)
     with open_store(tmp_path, cache, config) as store:
-        write = store._shard.db.write
-        monkeypatch.setattr(
-            store._shard.db, "write", lambda records, *rest: (written.append(len(records)), write(records, *rest))[1]
-        )
-        hashes = block_hashes(40)
+        before = Raw(store).transactions()
         assert store.put_blocks(hashes, range(40)).stored.all()
         assert max(written) == 3
         assert sum(written) == 40
+        assert Raw(store).transactions() - before == len(written)
         assert store.get_blocks(hashes, range(40)).verified.all()
 
 
@@ -293,6 +300,7 @@ def test_a_wrong_position_is_refused_and_right_again_for_another_store(tmp_path:
         assert store.get_blocks(HASHES[:1], [1]).verified.all()
 
 
+@pytest.mark.inline("breaks what reads the shard")
 def test_an_error_that_passes_is_read_again_and_counted(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put_blocks(HASHES[:2], range(2))
     reads: list[int] = []
@@ -310,6 +318,7 @@ def test_an_error_that_passes_is_read_again_and_counted(store: KVStore, monkeypa
     assert not Raw(store).quarantined()
 
 
+@pytest.mark.inline("breaks what reads the shard")
 def test_a_database_that_cannot_be_read_rejects_and_keeps_the_record(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,30 +349,34 @@ def test_quarantine_is_bounded_and_frees_what_leaves_it(tmp_path: Path, cache: P
         assert len(Raw(store).payload()) == 2 * (1 + stats["quarantine_records"])
 
 
-def test_exchanged_records_lose_no_other_record_and_no_space(store: KVStore) -> None:
-    store.put_blocks(HASHES, range(6))
-    raw, keys = Raw(store), [index_key(store, h) for h in HASHES]
-    one, two = raw.entry(keys[1]), raw.entry(keys[3])
-    raw.put_entry(keys[1], two)
-    raw.put_entry(keys[3], one)
-    got = store.get_blocks(HASHES, range(6))
-    assert {i: r.kind for i, r in got.rejected.items()} == {1: "key", 3: "key"}
-    store.put_blocks(HASHES, range(6))
-    assert store.get_blocks(HASHES, range(6)).verified.all()
-    store._shard.db.quarantine._max_bytes = 0
-    damage_chunk(store)
-    store.get_blocks(HASHES, range(6))
-    assert not raw.quarantined()
-    assert len(raw.payload()) == 2 * 5, "the chunks of all that left quarantine are free"
+NO_QUARANTINE = replace(SMALL, quarantine_bytes=0)
 
 
-def test_a_copied_index_entry_never_frees_its_owners_chunks(store: KVStore) -> None:
-    store._shard.db.quarantine._max_bytes = 0
-    store.put_blocks(HASHES[:2], range(2))
-    damage_key(store)
-    assert store.get_blocks(HASHES[:2], [4, 5]).rejected[1].kind == "key"
-    assert store.put_blocks(HASHES[1:2], [1], start=1).stored.all()
-    assert store.get_blocks(HASHES[:2], [4, 5]).verified.all()
+def test_exchanged_records_lose_no_other_record_and_no_space(tmp_path: Path, cache: PagedKVCache) -> None:
+    with open_store(tmp_path, cache) as store:
+        store.put_blocks(HASHES, range(6))
+        raw, keys = Raw(store), [index_key(store, h) for h in HASHES]
+        one, two = raw.entry(keys[1]), raw.entry(keys[3])
+        raw.put_entry(keys[1], two)
+        raw.put_entry(keys[3], one)
+        got = store.get_blocks(HASHES, range(6))
+        assert {i: r.kind for i, r in got.rejected.items()} == {1: "key", 3: "key"}
+        store.put_blocks(HASHES, range(6))
+        assert store.get_blocks(HASHES, range(6)).verified.all()
+    with open_store(tmp_path, cache, NO_QUARANTINE) as store:
+        damage_chunk(store)
+        store.get_blocks(HASHES, range(6))
+        assert not Raw(store).quarantined()
+        assert len(Raw(store).payload()) == 2 * 5, "the chunks of all that left quarantine are free"
+
+
+def test_a_copied_index_entry_never_frees_its_owners_chunks(tmp_path: Path, cache: PagedKVCache) -> None:
+    with open_store(tmp_path, cache, NO_QUARANTINE) as store:
+        store.put_blocks(HASHES[:2], range(2))
+        damage_key(store)
+        assert store.get_blocks(HASHES[:2], [4, 5]).rejected[1].kind == "key"
+        assert store.put_blocks(HASHES[1:2], [1], start=1).stored.all()
+        assert store.get_blocks(HASHES[:2], [4, 5]).verified.all()
 
 
 def test_accounting_counts_what_is_there(store: KVStore, cache: PagedKVCache) -> None:
@@ -378,34 +391,42 @@ def test_accounting_counts_what_is_there(store: KVStore, cache: PagedKVCache) ->
     assert 0 < stats["file_bytes"] <= stats["capacity_bytes"] == 64 * MIB
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, io: str) -> Iterator[KVStore]:
+    """One store for all examples of a property; each has hashes of its own."""
+    with open_store(tmp_path_factory.mktemp("store"), make_cache()) as store:
+        yield store
+
+
+EXAMPLES = itertools.count()
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_sequence_of_puts_and_gets_agrees_with_a_dictionary(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    cache, hashes = make_cache(), block_hashes(8)
+def test_any_sequence_of_puts_and_gets_agrees_with_a_dictionary(shared: KVStore, data: st.DataObject) -> None:
+    cache, hashes = make_cache(), block_hashes(8, f"example {next(EXAMPLES)}")
+    store, refused = shared.attach(cache), shared._front.storage.refused._sequences
     held: dict[tuple[bytes, int], bytes] = {}
-    with open_store(tmp_path_factory.mktemp("store"), cache) as store:
-        for _ in range(data.draw(st.integers(1, 12))):
-            first, count = data.draw(st.integers(0, 7)), data.draw(st.integers(1, 4))
-            chosen = hashes[first : first + count]
-            ids = data.draw(st.permutations(range(8)))[: len(chosen)]
-            start = data.draw(st.sampled_from([first, first + 1]))
-            if data.draw(st.booleans()):
-                store.put_blocks(chosen, ids, start)
-                for block_hash, block, position in zip(chosen, canonical(cache, ids), range(start, 99), strict=False):
-                    if (block_hash, position) not in held:
-                        held = {k: v for k, v in held.items() if k[0] != block_hash}
-                        held[block_hash, position] = block.tobytes()
-            else:
-                got = store.get_blocks(chosen, ids, start)
-                for i, block in enumerate(canonical(cache, ids)):
-                    if got.verified[i]:
-                        assert block.tobytes() == held[chosen[i], start + i]
-                    elif got.missing[i]:
-                        assert (chosen[i], start + i) not in held or store._shard.refused._sequences
-                for i in got.rejected:
-                    held = {k: v for k, v in held.items() if k[0] != chosen[i]}
+    for _ in range(data.draw(st.integers(1, 12))):
+        first, count = data.draw(st.integers(0, 7)), data.draw(st.integers(1, 4))
+        chosen = hashes[first : first + count]
+        ids = data.draw(st.permutations(range(8)))[: len(chosen)]
+        start = data.draw(st.sampled_from([first, first + 1]))
+        if data.draw(st.booleans()):
+            store.put_blocks(chosen, ids, start)
+            for block_hash, block, position in zip(chosen, canonical(cache, ids), range(start, 99), strict=False):
+                if (block_hash, position) not in held:
+                    held = {k: v for k, v in held.items() if k[0] != block_hash}
+                    held[block_hash, position] = block.tobytes()
+        else:
+            got = store.get_blocks(chosen, ids, start)
+            for i, block in enumerate(canonical(cache, ids)):
+                if got.verified[i]:
+                    assert block.tobytes() == held[chosen[i], start + i]
+                elif got.missing[i]:
+                    assert (chosen[i], start + i) not in held or index_key(store, chosen[i]) in refused
+            for i in got.rejected:
+                held = {k: v for k, v in held.items() if k[0] != chosen[i]}
 
 
 # Ranks and identities.
@@ -422,7 +443,7 @@ def test_ranks_write_shards_of_their_own(tmp_path: Path) -> None:
         with open_store(tmp_path, cache, identity=identity, rank=Rank(tp_rank=rank, tp_size=2)) as store:
             assert store.put_blocks(HASHES, range(6)).stored.all()
             assert store.get_blocks(HASHES, range(6)).verified.all()
-            fingerprints.add(store._views[0].fingerprint)
+            fingerprints.add(store._views[0].shape.fingerprint)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tp0of2-pp0of1", "tp1of2-pp0of1"]
     assert len(fingerprints) == 1
 
@@ -493,12 +514,14 @@ def test_a_forged_key_fails_by_its_tag(store: KVStore) -> None:
     assert (got.rejected[0].kind, got.rejected[0].condemned) == ("content", True)
 
 
+@pytest.mark.inline("opens no store")
 def test_paths_are_what_the_machine_allows() -> None:
     from kvstore.hostpath import host_path
 
     assert isinstance(host_path(make_cache().group(0)), NumbaPath)
 
 
+@pytest.mark.inline("opens no store")
 def test_identities_of_one_cache_differ_by_every_field() -> None:
     variants = [
         IDENTITY,

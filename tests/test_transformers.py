@@ -34,7 +34,7 @@ from kvstore.engines.transformers import TransformersStore, chain_hashes, load_c
 from kvstore.record import parse_header
 from kvstore.tools.demo_model import forward
 from kvstore.tools.model import load_smollm2, smollm2_folder
-from tests.support import MIB, Raw, flip, index_key, make_cache
+from tests.support import MIB, Raw, flip, index_key, io_mode, make_cache
 from tests.support import open_store as open_plain_store
 
 CONFIG = StoreConfig(capacity_bytes=128 * MIB, durability="process")
@@ -48,6 +48,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def any_io(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the adapter's stores opened with the io of the test."""
+    monkeypatch.setitem(open_store.__kwdefaults__, "io", io_mode())
 
 
 @pytest.fixture(scope="session")
@@ -129,6 +135,7 @@ def test_another_process_goes_on_bit_for_bit(smollm2: Any, prompt: torch.Tensor,
     assert (tmp_path / "logits").read_bytes() == expected.view(torch.int16).numpy().tobytes()
 
 
+@pytest.mark.both
 def test_damage_in_the_middle_shortens_the_prefix(smollm2: Any, prompt: torch.Tensor, tmp_path: Path) -> None:
     cache = cache_of(smollm2, prompt[:, :PREFIX])
     hashes = chain_hashes(prompt, 16)
@@ -168,6 +175,7 @@ def store(tmp_path: Path, model: Any) -> Iterator[KVStore]:
         yield opened
 
 
+@pytest.mark.both
 def test_what_is_loaded_has_the_bytes_that_were_saved(store: KVStore, model: Any) -> None:
     ids = tiny_ids(23)
     cache = cache_of(model, ids)
@@ -227,6 +235,7 @@ def test_a_miss_is_an_empty_cache_that_works(store: KVStore, model: Any) -> None
     assert same_bits(logits_after(model, other, loaded), forward(model, other, None, 0)["logits"])
 
 
+@pytest.mark.both
 def test_a_damaged_first_block_leaves_an_empty_cache(store: KVStore, model: Any) -> None:
     ids = tiny_ids(12)
     save_cache(store, ids, cache_of(model, ids))
@@ -236,6 +245,7 @@ def test_a_damaged_first_block_leaves_an_empty_cache(store: KVStore, model: Any)
     assert same_bits(logits_after(model, ids, loaded), forward(model, ids, None, 0)["logits"])
 
 
+@pytest.mark.both
 def test_exchanged_records_end_the_prefix(store: KVStore, model: Any) -> None:
     ids = tiny_ids(24)
     save_cache(store, ids, cache_of(model, ids))
@@ -270,6 +280,7 @@ def test_a_cache_that_generated_is_saved_with_what_it_said(store: KVStore, model
     assert load_cache(store, said.sequences)[1] == 12
 
 
+@pytest.mark.both
 def test_a_store_opened_to_read(store: KVStore, model: Any, tmp_path: Path) -> None:
     ids = tiny_ids(12)
     cache = cache_of(model, ids)
@@ -284,6 +295,7 @@ def test_a_store_opened_to_read(store: KVStore, model: Any, tmp_path: Path) -> N
             call()
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     model, ids = tiny(dtype=dtype), tiny_ids(20)
@@ -294,6 +306,7 @@ def test_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(loaded.layers[1].keys.view(torch.uint8), cache.layers[1].keys[:, :, :16].view(torch.uint8))
 
 
+@pytest.mark.both
 def test_keys_and_values_of_different_sizes(tmp_path: Path) -> None:
     """DeepSeek keeps latents as keys, and rotated positions as values."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "n_group": 1}

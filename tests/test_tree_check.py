@@ -10,8 +10,9 @@ import pytest
 
 from kvstore import errors
 from kvstore.storefile import DATA_NAME
-from tests.support import SMALL, Raw, block_hashes, index_key, make_cache, open_store
+from tests.support import SMALL, Raw, block_hashes, index_key, io_mode, make_cache, open_store, shard_of
 
+pytestmark = pytest.mark.both
 HASHES = block_hashes(8)
 PAGE = 4096
 
@@ -40,6 +41,7 @@ def test_a_broken_tree_is_refused_before_it_is_written_to(tmp_path: Path) -> Non
     assert data.read_bytes() == content
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_large_file_is_not_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path)
     monkeypatch.setattr("kvstore.storefile.TREE_CHECK_BYTES", PAGE)
@@ -60,23 +62,26 @@ def test_misplaced_and_missing_index_entries_are_counted(
     with caplog.at_level(logging.WARNING), open_store(tmp_path, make_cache()) as store:
         assert store.stats()["eviction_index_problems"] == 2
         assert "2 index entries are missing" in caplog.text
+    if io_mode() == "process":
+        return
     monkeypatch.setattr("kvstore.blockdb.BlockDB.num_entries", lambda self: 11)
     with open_store(tmp_path, make_cache()) as store:
         assert store.stats()["eviction_index_problems"] == 2 + 3
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_deletion_that_fails_halfway_is_read_from_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store(tmp_path, make_cache(), SMALL) as store:
         store.put_blocks(HASHES, range(8))
         monkeypatch.setattr("kvstore.blockdb.EVICT_AT_ONCE", 3)
-        evict, calls = store._shard.db._evict_all, iter(range(9))
+        evict, calls = shard_of(store).db._evict_all, iter(range(9))
 
         def second_fails(*arguments: object) -> object:
             if next(calls) == 1:
                 raise lmdb.DiskError("mdb_txn_commit: No space left on device")
             return evict(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(store._shard.db, "_evict_all", second_fails)
+        monkeypatch.setattr(shard_of(store).db, "_evict_all", second_fails)
         with pytest.raises(errors.StorePathError, match="what went before is gone"):
             store.clear()
         stats = store.stats()

@@ -15,9 +15,11 @@ import pytest
 from kvstore import KVStore, StoreConfig, errors
 from kvstore.blockdb import BlockDB
 from kvstore.saving import Save
-from tests.support import MIB, Raw, block_hashes, index_key, make_cache, open_store
+from kvstore.storing import Storing
+from tests.support import MIB, Raw, block_hashes, buffers_are_lost, index_key, io_mode, make_cache, open_store, shard_of
 from tests.test_capacity import FORM, LRU, check_figures, put
 
+pytestmark = pytest.mark.both
 HASHES = block_hashes(16)
 
 
@@ -31,24 +33,25 @@ def test_a_put_that_is_cut_off_leaves_no_forgotten_record(
 ) -> None:
     config = replace(LRU, durability=durability, batch_bytes=4 * 16_384)
     with open_store(tmp_path, make_cache(**FORM), config) as store:
-        stage, calls = Save._stage, iter(range(99))
+        make_ready, calls = Save._make_ready, iter(range(99))
 
         def third_is_cut_off(*arguments: Any) -> Any:
-            return interrupt() if next(calls) == 2 else stage(*arguments)
+            return interrupt() if next(calls) == 2 else make_ready(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Save, "_stage", third_is_cut_off)
+            patch.setattr(Save, "_make_ready", third_is_cut_off)
             with pytest.raises(KeyboardInterrupt):
                 store.put_blocks(HASHES, range(16))
         assert 4 <= store.stats()["records"] <= 8
         check_figures(store)
-        assert not store._shard.keeper.pins  # type: ignore[union-attr]
-        assert not any(pool.borrowed for pool in store._shard._pools.values())
+        assert io_mode() == "process" or not shard_of(store).keeper.pins  # type: ignore[union-attr]
+        assert not buffers_are_lost(store)
         store.evict(10**6)
         assert store.stats()["records"] == 0
 
 
 @pytest.mark.parametrize("call", [lambda s: s.evict(10**6), lambda s: s.clear()])
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_block_that_is_put_while_it_is_deleted_is_not_forgotten(
     tmp_path: Path, call: Callable[[KVStore], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +70,7 @@ def test_a_block_that_is_put_while_it_is_deleted_is_not_forgotten(
         check_figures(store)
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_condemned_block_that_was_put_again_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store(tmp_path, make_cache(**FORM), LRU) as store:
         hashes = put(store, "request")
@@ -85,6 +89,7 @@ def test_a_condemned_block_that_was_put_again_is_not_forgotten(tmp_path: Path, m
         assert stats["eviction_resident"] == stats["records"] == 16
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_blocks_that_are_present_stay_while_the_others_of_a_put_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +102,7 @@ def test_blocks_that_are_present_stay_while_the_others_of_a_put_are_written(
         write = BlockDB.write
 
         def look(db: BlockDB, *rest: Any) -> Any:
-            keeper = store._shard.keeper
+            keeper = shard_of(store).keeper
             assert keeper is not None
             pinned.append(bool(keeper.pins))
             return write(db, *rest)
@@ -114,11 +119,12 @@ def test_blocks_that_are_present_stay_while_the_others_of_a_put_are_written(
 COMMIT = StoreConfig(capacity_bytes=16 * MIB, batch_bytes=1, eviction="lru")
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_put_waits_for_its_transactions_whatever_signals_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(tmp_path, make_cache(**FORM), COMMIT) as store:
-        write, running, ended = Save._write, threading.Event(), threading.Event()
+        write, running, ended = Storing.write, threading.Event(), threading.Event()
 
         def slow(*arguments: Any) -> Any:
             running.set()
@@ -135,7 +141,7 @@ def test_a_put_waits_for_its_transactions_whatever_signals_raise(
                 raise KeyboardInterrupt
             return make_ready(*arguments)
 
-        wait, waits = store._shard._writer, iter(range(99))
+        wait, waits = shard_of(store)._writer, iter(range(99))
         assert wait is None
 
         def interrupted(futures: Any) -> Any:
@@ -146,7 +152,7 @@ def test_a_put_waits_for_its_transactions_whatever_signals_raise(
             return wait(futures)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Save, "_write", slow)
+            patch.setattr(Storing, "write", slow)
             patch.setattr(Save, "_make_ready", second_is_cut_off)
             patch.setattr("kvstore.shard.wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -155,6 +161,7 @@ def test_a_put_waits_for_its_transactions_whatever_signals_raise(
         check_figures(store)
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_without_a_thread_the_caller_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(*_: Any) -> None:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
@@ -166,7 +173,7 @@ def test_without_a_thread_the_caller_writes(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_two_threads_close_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for number in range(10):
+    for number in range(10 if io_mode() == "inline" else 3):
         store = open_store(tmp_path / str(number), make_cache(**FORM), LRU)
         put(store, "request")
         threads = [threading.Thread(target=store.close) for _ in range(4)]
@@ -190,6 +197,7 @@ def test_a_clock_that_shows_anything_costs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("age", [math.inf, math.nan, True, 2.0**60])
+@pytest.mark.inline("opens no store")
 def test_an_age_that_is_none_is_misuse(age: float) -> None:
     with pytest.raises(errors.ConfigError, match="max_age_s"):
         StoreConfig(max_age_s=age)
@@ -200,7 +208,7 @@ def test_chunks_that_no_record_names_keep_a_capacity_from_shrinking(tmp_path: Pa
         for number in range(10):
             put(store, f"request {number}")
         raw = Raw(store)
-        for key in store._shard.db.keys(b"", 10**6)[:140]:
+        for key in list(raw.entries())[:140]:
             raw.put_entry(key, b"\0" * 150)
         store.clear()
         left = len(raw.payload())

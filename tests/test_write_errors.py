@@ -17,8 +17,9 @@ import pytest
 from kvstore import KVStore, PagedKVCache, StoreConfig, errors
 from kvstore.environment import Environment
 from kvstore.storefile import DATA_NAME, STORE_NAME
-from tests.support import MIB, Raw, block_hashes, flip, make_cache, open_store
+from tests.support import MIB, Raw, block_hashes, flip, make_cache, open_store, shard_of
 
+pytestmark = pytest.mark.both
 HASHES = block_hashes(8)
 COMMIT = StoreConfig(capacity_bytes=64 * MIB)
 LARGE = {"layers": 4, "heads": 4, "tokens": 16, "head_size": 32, "blocks": 96}
@@ -59,6 +60,7 @@ def unwritable(store: KVStore, meta: bool) -> Iterator[None]:
 # --- LMDB gives up after a meta page that it could not write -------------------------------------------------------
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_after_a_meta_page_that_was_not_written_the_next_call_works(
     tmp_path: Path, cache: PagedKVCache, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,7 +69,7 @@ def test_after_a_meta_page_that_was_not_written_the_next_call_works(
         with unwritable(store, meta=True):
             assert set(store.put_blocks(HASHES[2:4], [2, 3], start=2).failed.values()) == {"io_error"}
         with pytest.raises(lmdb.PanicError):
-            store._shard.db._env.begin()
+            shard_of(store).db._env.begin()
         assert store.get_blocks(HASHES[:2], [4, 5]).verified.all()
         assert store.put_blocks(HASHES[2:4], [2, 3], start=2).stored.all()
         assert store.stats()["records"] == 4
@@ -76,6 +78,7 @@ def test_after_a_meta_page_that_was_not_written_the_next_call_works(
         assert again.get_blocks(HASHES[:4], [4, 5, 6, 7]).verified.all()
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_lmdb_is_opened_anew_only_while_no_call_is_in_flight(
     tmp_path: Path, cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +87,7 @@ def test_lmdb_is_opened_anew_only_while_no_call_is_in_flight(
         assert store.put_blocks(HASHES[:2], [0, 1]).stored.all()
         with unwritable(store, meta=True):
             store.put_blocks(HASHES[2:4], [2, 3], start=2)
-        db, token = store._shard.db, object()
+        db, token = shard_of(store).db, object()
         db.calls.add(token)
         try:
             assert not store.get_blocks(HASHES[:2], [4, 5]).verified.any()
@@ -93,6 +96,7 @@ def test_lmdb_is_opened_anew_only_while_no_call_is_in_flight(
         assert store.get_blocks(HASHES[:2], [4, 5]).verified.all()
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_an_lmdb_that_cannot_be_opened_anew_fails_calls_until_it_can(
     tmp_path: Path, cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +119,7 @@ def test_an_lmdb_that_cannot_be_opened_anew_fails_calls_until_it_can(
         assert store.put_blocks(HASHES[2:4], [2, 3], start=2).stored.all()
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_put_that_cannot_read_says_so(tmp_path: Path, cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Environment) -> Any:
         raise lmdb.ReadersFullError("MDB_READERS_FULL")
@@ -133,6 +138,7 @@ def test_a_put_that_cannot_read_says_so(tmp_path: Path, cache: PagedKVCache, mon
 
 @pytest.mark.parametrize("what", ["evict", "clear"])
 @pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_deleting_that_cannot_be_written_says_so_and_deletes_nothing(
     tmp_path: Path, cache: PagedKVCache, what: str, meta: bool
 ) -> None:
@@ -148,6 +154,7 @@ def test_deleting_that_cannot_be_written_says_so_and_deletes_nothing(
 # --- the STORE file ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_slot_that_is_written_in_part_is_an_error(
     tmp_path: Path, cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +172,7 @@ def test_a_slot_that_is_written_in_part_is_an_error(
     assert (store.folder / STORE_NAME).stat().st_size == 1024
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_store_whose_first_slot_is_written_in_part_does_not_open_and_is_made_later(
     tmp_path: Path, cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,10 +212,11 @@ def test_a_store_that_was_made_smaller_keeps_what_it_condemns(tmp_path: Path) ->
         assert not store.stats().get("quarantine_failed")
 
 
+@pytest.mark.inline("breaks what reads or writes the shard")
 def test_an_environment_reads_what_it_wrote_after_it_was_opened_anew(tmp_path: Path, cache: PagedKVCache) -> None:
     with open_store(tmp_path, cache, COMMIT) as store:
         assert store.put_blocks(HASHES[:2], [0, 1]).stored.all()
-        db = store._shard.db
+        db = shard_of(store).db
         assert isinstance(db, Environment)
         db._reopen()
         assert store.get_blocks(HASHES[:2], [2, 3]).verified.all()

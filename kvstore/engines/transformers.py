@@ -72,11 +72,12 @@ def open_store(
     revision: str = "",
     extra: Mapping[str, Scalar] | None = None,
     mode: str = "rw",
+    io: str = "inline",
 ) -> KVStore:
     """A store for the KV of this model, for `save_cache` and `load_cache`.
 
     block_size: tokens a block; KV is stored and found in whole blocks. revision: the weights as their owner names
-    them, by default the hub's commit where the configuration has it. extra: what else changes KV. mode: "rw" or "r".
+    them, by default the hub's commit where the configuration has it. extra: what else changes KV. mode, io: as KVStore's.
 
     Other weights, another dtype, quantisation, configuration (rope settings among it), adapter or `extra` make
     another identity, so that their KV is a miss. Weights are told apart by a digest of all their bytes, which reads
@@ -91,7 +92,7 @@ def open_store(
         raise ConfigError(f"block_size is {block_size!r}: expected an integer of at least 1")
     _check_model(model)
     template = _template(model, block_size)
-    store = TransformersStore(path, template, _identity(model, revision, extra or {}), config, mode=mode)
+    store = TransformersStore(path, template, _identity(model, revision, extra or {}), config, mode=mode, io=io)
     store.model_config = model.config
     return store
 
