@@ -37,7 +37,7 @@ MAX_SLICES: Final = 2**16
 MAX_RAW_BYTES: Final = 2**30
 """Of a block that is checked here."""
 MAX_HEADS: Final = 2**16
-SHAPES: Final = 4
+SHAPES: Final = 16
 """Kept for the next record: those of one group follow each other."""
 
 
@@ -95,7 +95,7 @@ def _audit(snapshot: ReadView, key: bytes, value: bytes) -> Rejection | None:
         return Rejection("version", f"codec {header.codec}, this kvstore knows {sorted(CODECS)}")
     if wrong := _unlikely(snapshot, header):
         return wrong
-    shape = _shape(header.block_size, header.geometry, header.fingerprint, key[:PREFIX_BYTES])
+    shape = shape_of(header.block_size, header.geometry, header.fingerprint, key[:PREFIX_BYTES])
     try:
         plan = shape.plan
     except UnsupportedCache as error:
@@ -111,30 +111,43 @@ def _unlikely(snapshot: ReadView, header: Header) -> Rejection | None:
     """Whether the header's numbers are none of a block's, or ask for more than a directory is there for: before anything is
     made of them."""
     runs = list(RUN.iter_unpack(header.geometry))
-    slices = sum(count * (more + 1) for _, count, _, _, more, _, _ in runs)
-    raw = header.block_size * sum(count * (more + 1) * (k + v) for _, count, _, _, more, k, v in runs)
-    if raw != header.raw_length or not _sound(header, runs):
+    slices, raw = extent(header.block_size, header.geometry)
+    if raw != header.raw_length or not sound_numbers(header) or not sound_runs(runs):
         return Rejection("header", "its fields contradict each other, under a header hash that is right")
     if slices > MAX_SLICES or raw > MAX_RAW_BYTES:
         return Rejection("geometry", f"{slices} slices of {raw} bytes in all: not checked here")
     directory = snapshot.chunk(header.sequence, 0)
     if directory is None or len(directory) < 8 * slices:
         return Rejection("storage_hash", f"directory: missing, or too short for {slices} slices")
-    layers = [shape.layer for shape in decode_geometry(header.geometry)]
-    if len(set(layers)) != len(layers):
+    if layer_twice(header.geometry):
         return Rejection("header", "its geometry names a layer twice, under a header hash that is right")
     return None
 
 
-def _sound(header: Header, runs: list[tuple[int, ...]]) -> bool:
-    """Whether a writer could have given these numbers."""
-    return (
-        1 <= header.valid_tokens <= header.block_size
-        and (header.position + 1) * header.block_size <= MAX_TOKENS
-        and all(
-            count and head + more < MAX_HEADS and k + v and not (k | v) % 8 for _, count, _, head, more, k, v in runs
-        )
+@lru_cache(maxsize=4 * SHAPES)
+def extent(block_size: int, geometry: bytes) -> tuple[int, int]:
+    """How many slices a block has, and how many raw bytes."""
+    runs = list(RUN.iter_unpack(geometry))
+    slices = sum(count * (more + 1) for _, count, _, _, more, _, _ in runs)
+    return slices, block_size * sum(count * (more + 1) * (k + v) for _, count, _, _, more, k, v in runs)
+
+
+def sound_numbers(header: Header) -> bool:
+    """Whether a writer could have given this position and these valid tokens."""
+    return 1 <= header.valid_tokens <= header.block_size and (header.position + 1) * header.block_size <= MAX_TOKENS
+
+
+def sound_runs(runs: Iterable[tuple[int, ...]]) -> bool:
+    """Whether a writer could have given these runs of a geometry."""
+    return all(
+        count and head + more < MAX_HEADS and k + v and not (k | v) % 8 for _, count, _, head, more, k, v in runs
     )
+
+
+def layer_twice(geometry: bytes) -> bool:
+    """Whether a geometry names a layer twice. Of one that has at most MAX_SLICES."""
+    layers = [shape.layer for shape in decode_geometry(geometry)]
+    return len(set(layers)) != len(layers)
 
 
 def _decoded(snapshot: ReadView, header: Header, plan: ChunkPlan, directory: Directory) -> Bytes | Rejection:
@@ -159,7 +172,7 @@ def _content(header: Header, shape: GroupShape, directory: Directory, block: Byt
     """Compare the sums of the block's bytes with the slice table, and their weighted sum with the stored checksum."""
     first = np.array([header.position * shape.block_size], np.int64)
     span = Span(header.position, np.zeros(1, np.int64), first, np.array([header.valid_tokens], np.int64))
-    sums = _sums_of(shape)(span, block[None])
+    sums = sums_of(shape)(span, block[None])
     astray = np.flatnonzero(sums[0] != directory.slice_sums)
     if astray.size:
         part = shape.slices[int(astray[0])]
@@ -175,10 +188,12 @@ def _content(header: Header, shape: GroupShape, directory: Directory, block: Byt
 
 
 @lru_cache(maxsize=SHAPES)
-def _shape(block_size: int, geometry: bytes, fingerprint: int, prefix: bytes) -> GroupShape:
+def shape_of(block_size: int, geometry: bytes, fingerprint: int, prefix: bytes) -> GroupShape:
+    """The shape of the records of a group, of at most MAX_SLICES slices."""
     return GroupShape(block_size, geometry, fingerprint, prefix)
 
 
 @lru_cache(maxsize=SHAPES)
-def _sums_of(shape: GroupShape) -> StagingSums:
+def sums_of(shape: GroupShape) -> StagingSums:
+    """Takes s of each slice of staged blocks of a shape."""
     return staging_sums(shape)

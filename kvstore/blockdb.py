@@ -78,7 +78,7 @@ class BlockDB(Following):
             yield NOTHING
             return
         with self._begin() as txn:
-            yield ReadView(txn, self._index, self._payload)
+            yield ReadView(txn, self._index, self._payload, self._quarantined)
 
     def identity(self, identity_id: bytes) -> bytes | None:
         """The canonical JSON that was stored for this identity id."""
@@ -220,12 +220,18 @@ class BlockDB(Following):
 
     def trim_quarantine(self) -> None:
         """Let the oldest condemned records go that are past the bound. Raises lmdb.Error or OSError."""
-        self._with_room(self._trim_quarantine)
+        self._with_room(partial(self._let_go, self.quarantine.trim))
 
-    def _trim_quarantine(self) -> None:
+    def drop_condemned(self, names: Sequence[bytes]) -> int:
+        """Let condemned records go whose quarantine keys these are; how many there were. Raises lmdb.Error or OSError."""
+        return self._with_room(partial(self._let_go, partial(self.quarantine.remove, names)))
+
+    def _let_go(self, choose: Callable[[Any, Usage], list[bytes]]) -> int:
         with self._accounted() as (txn, usage):
-            for dropped in self.quarantine.trim(txn, usage):
-                self._release(txn, parse_header(dropped))
+            dropped = choose(txn, usage)
+            for value in dropped:
+                self._release(txn, parse_header(value))
+        return len(dropped)
 
     def any_present(self, keys: Sequence[bytes]) -> bool:
         """Whether any of these is an index key; True where that cannot be read."""

@@ -81,6 +81,18 @@ class EngineError(KVStoreError):
     """An engine's adapter was given a model or a store that it cannot serve, or the engine is not installed."""
 
 
+class UnknownRecord(KVStoreError, LookupError):
+    """No record has this key."""
+
+
+class AmbiguousKey(KVStoreError, LookupError):
+    """The records of several blocks have keys that begin so."""
+
+
+class ExportDamaged(KVStoreError):
+    """A file of exported records is none, was cut short, or changed since it was written."""
+
+
 class StorePathError(KVStoreError, OSError):
     """The store's path cannot be used: a file in the way, or nothing there to read."""
 

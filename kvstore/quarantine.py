@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -64,13 +65,23 @@ class Quarantine:
         dropped = []
         with txn.cursor(db=self.database) as cursor:
             while self._over(usage) and cursor.first():
-                entry = parse_entry(cursor.value())
-                cursor.delete()
-                usage.quarantine_records -= 1
-                if entry is not None:
-                    usage.quarantine_bytes -= self._cost(entry.value)
-                    dropped.append(entry.value)
+                dropped.append(self._take(cursor, usage))
         return dropped
+
+    def remove(self, names: Sequence[bytes], txn: Any, usage: Usage) -> list[bytes]:
+        """Let the entries under these quarantine keys go; returns their index entries."""
+        with txn.cursor(db=self.database) as cursor:
+            return [self._take(cursor, usage) for name in names if cursor.set_key(name)]
+
+    def _take(self, cursor: Any, usage: Usage) -> bytes:
+        """Delete the entry at the cursor; its index entry, empty where that cannot be told."""
+        entry = parse_entry(cursor.value())
+        cursor.delete()
+        usage.quarantine_records -= 1
+        if entry is None:
+            return b""
+        usage.quarantine_bytes -= self._cost(entry.value)
+        return entry.value
 
     def _over(self, usage: Usage) -> bool:
         return usage.quarantine_records > MAX_RECORDS or usage.quarantine_bytes > self._max_bytes

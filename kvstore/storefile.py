@@ -258,7 +258,7 @@ def check_data_file(path: Path) -> int:
     pages before anything is mapped. A writer may be at work meanwhile. Raises StoreDamaged.
     """
     for _ in range(CHECKS):
-        newest, size = _newest_meta(path)
+        newest, size = newest_meta(path)
         if newest is None:
             return 0
         map_size, page_size, last, _txn = newest
@@ -267,7 +267,7 @@ def check_data_file(path: Path) -> int:
         problem = _tree_problem(path) if (last + 1) * page_size > size else None
         if problem is None:
             return map_size
-        if _newest_meta(path)[0] == newest:
+        if newest_meta(path)[0] == newest:
             break
     raise StoreDamaged(_damaged(path, f"{size} bytes of {last + 1} pages of {page_size}: {problem}"))
 
@@ -280,7 +280,7 @@ def check_tree(path: Path) -> None:
         raise StoreDamaged(_damaged(path, problem))
 
 
-def _newest_meta(path: Path) -> tuple[tuple[int, int, int, int] | None, int]:
+def newest_meta(path: Path) -> tuple[tuple[int, int, int, int] | None, int]:
     """The meta page of the last transaction, None where there is no file yet, and the file's size: taken after the
     page, since a writer makes the file longer before it writes the page."""
     if not path.exists():

@@ -40,9 +40,26 @@ RANKS: tuple[tuple[str, ...], ...] = (
     # the two doors: to the engine's memory, to storage
     ("blockdb", "hostpath", "launches", "staging", "streams"),
     ("audit", "copyback", "route", "storage"),
+    # files checked and repaired without an engine
+    ("fsck", "fsck.alone", "fsck.findings", "fsck.pages", "fsck.restoring", "fsck.shards"),
+    ("fsck.chunks", "fsck.mark", "fsck.options"),
+    ("fsck.carving", "fsck.keeping", "fsck.pagemap"),
+    ("fsck.inplace", "fsck.rebuilding", "fsck.salvage"),
+    ("fsck.repair",),
+    # a store looked into, and its records taken to another
+    ("container", "inspect"),
+    ("survey", "verify"),
+    ("explain", "transport"),
     ("devicepath",),
     ("fitness",),
     ("transfer",),
+    # files checked by processes of their own
+    ("fsck.reading", "fsck.stages", "fsck.structure"),
+    ("fsck.content", "fsck.glance"),
+    ("fsck.survey",),
+    ("fsck.checkpoint", "fsck.scanner", "fsck.team"),
+    ("fsck.work",),
+    ("fsck.scan",),
     ("keeper", "opening", "views"),
     # the side of the files, in this process or another
     ("shard",),
@@ -75,7 +92,16 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("tools.bench_gpu",),
     ("tools.demo_damage", "tools.demo_text", "tools.model", "tools.setup_venv"),
     ("tools.bench", "tools.demo_model", "tools.drop", "tools.replay"),
+    ("tools.fsck_options", "tools.fsck_outcome", "tools.fsck_style"),
+    ("tools.fsck_json", "tools.fsck_markup", "tools.fsck_repairing", "tools.fsck_run", "tools.fsck_words"),
+    ("tools.fsck_map", "tools.fsck_text"),
+    ("tools.fsck_html",),
+    ("tools.fsck",),
     ("tools.demo_second",),
+    ("tools.commands",),
+    ("tools.look_text",),
+    ("tools.look",),
+    ("tools.carry", "tools.quarantine"),
     ("tools.bench_codec", "tools.cli", "tools.demo"),
 )
 RANK = {f"kvstore.{name}".rstrip("."): rank for rank, names in enumerate(RANKS) for name in names}
@@ -196,9 +222,9 @@ def test_what_is_heavy_or_optional_is_imported_in_its_place_alone(library: str) 
 
 def test_blockdb_alone_opens_lmdb_environments() -> None:
     openers = {m for m, tree in TREES.items() if "lmdb.open(" in ast.unparse(tree) and not inside(m, OUTER)}
-    assert openers == {"kvstore.environment"}
+    assert openers == {"kvstore.environment", "kvstore.fsck.reading"}, "a check reads files that no BlockDB would open"
     users = {m for m, tree in TREES.items() if "kvstore.environment" in imports(tree) and not inside(m, OUTER)}
-    assert users == {"kvstore.blockdb", "kvstore.compaction", "kvstore.following"}
+    assert users == {"kvstore.blockdb", "kvstore.compaction", "kvstore.following", "kvstore.fsck.reading"}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

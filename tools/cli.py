@@ -1,6 +1,7 @@
 """The `kvstore` command. Each subcommand is a function here that reads its options and prints; the work is elsewhere.
 
 A further command is a function under `@app.command()`. It may raise any KVStoreError: that is printed in one line.
+What takes long to import is imported by the command that needs it: the others, and the shell's completion, answer at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,13 +20,12 @@ from typer.core import TyperGroup
 
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.tools import bench as benchmark
-from kvstore.tools import bench_busy, bench_gpu, bench_steady
+from kvstore.tools import carry, look, quarantine
 from kvstore.tools import drop as dropping
-from kvstore.tools import replay as replaying
-from kvstore.tools.bench_limits import base_folder
-from kvstore.tools.bench_report import render
-from kvstore.tools.bench_subject import MIB, BenchError, Geometry
+from kvstore.tools.commands import Reporting
+
+if TYPE_CHECKING:
+    from kvstore.tools.bench_subject import Geometry
 
 MISUSE = 2
 """The exit status of a command that could not do what it was asked for."""
@@ -46,7 +46,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
 )
@@ -137,6 +136,11 @@ def bench(
     """
     if device != "cpu":
         raise typer.Exit(_bench_device(context, device, path, as_json))
+    from kvstore.tools import bench as benchmark
+    from kvstore.tools import bench_busy
+    from kvstore.tools.bench_report import render
+    from kvstore.tools.bench_subject import Geometry
+
     if steady:
         _check_options(context, STEADY_OPTIONS, "--steady: the steady state has geometries of its own")
         return _bench_steady(path, capacity_mib, seed, as_json)
@@ -180,6 +184,10 @@ def _check_options(context: typer.Context, allowed: set[str], reason: str) -> No
 
 
 def _bench_steady(path: Path | None, capacity_mib: int, seed: int, as_json: bool) -> None:
+    from kvstore.tools import bench_steady
+    from kvstore.tools.bench_limits import base_folder
+    from kvstore.tools.bench_subject import MIB, BenchError
+
     base = base_folder(path, BenchError)
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=base) as folder,
@@ -190,6 +198,8 @@ def _bench_steady(path: Path | None, capacity_mib: int, seed: int, as_json: bool
 
 
 def _bench_busy(geometry: Geometry, layout: str, repeat: int, path: Path | None, as_json: bool) -> None:
+    from kvstore.tools import bench_busy
+
     with _ticks(bench_busy.num_steps(repeat), as_json) as tick:
         report = bench_busy.run(geometry, layout, repeat, path, tick)
     typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(bench_busy.lines(report)))
@@ -200,6 +210,8 @@ def _bench_device(context: typer.Context, device: str, path: Path | None, as_jso
     _check_options(context, DEVICE_OPTIONS, f"--device {device}: the GPU benchmark has geometries and sizes of its own")
     if not device.startswith("cuda"):
         raise ConfigError(f"--device {device}: expected cpu, cuda, or a CUDA device such as cuda:1")
+    from kvstore.tools import bench_gpu
+
     options = [*(["--path", str(path)] if path else []), *(["--json", "-"] if as_json else [])]
     return bench_gpu.main(["--device", device, *options])
 
@@ -229,6 +241,8 @@ def replay(
     - `kvstore replay conversation_trace.jsonl --capacity-blocks 18279`
     - `kvstore replay conversation_trace.jsonl --capacity-blocks 18279 --policy lru --json`
     """
+    from kvstore.tools import replay as replaying
+
     requests = replaying.read_trace(trace)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -266,6 +280,27 @@ def drop(
             where = f"{len(shards)} shards" if len(shards) > 1 else str(shards[0].folder)
             typer.confirm(f"{one}\nDelete all of it from {where}?", abort=True)
         typer.echo(f"{dropping.drop(shards, one.identity_id):,} records deleted")
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def fsck(context: typer.Context) -> None:
+    """Check a store's files, say what is damaged, and repair it: the same as `kvstore-fsck`, with the same options."""
+    from kvstore.tools import fsck as checking
+
+    raise typer.Exit(checking.main(context.args))
+
+
+LOOKING: dict[str, Callable[..., None]] = {
+    "stat": look.stat,
+    "ls": look.ls,
+    "show": look.show,
+    "verify": look.verify,
+    "export": carry.export_records,
+    "import": carry.import_records,
+}
+for name, command in LOOKING.items():
+    app.command(name, cls=Reporting)(command)
+app.add_typer(quarantine.app, name="quarantine")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,16 +13,14 @@ from typing import Final
 import lmdb
 
 from kvstore.blockdb import BlockDB
-from kvstore.config import MIB
 from kvstore.errors import IdentityError, StoreDamaged, StorePathError
+from kvstore.fsck.shards import shards as shard_folders
 from kvstore.identity import IDENTITY_ID_BYTES, identity_digest
+from kvstore.inspect import opened as open_shards
 from kvstore.record import MAX_HEADER_BYTES, Header, parse_header
-from kvstore.storefile import DATA_NAME, STORE_NAME, check_data_file, path_errors
 
 MAX_SHOWN: Final = 60
 UNKNOWN: Final = "?"
-NO_BOUND: Final = 2**63
-"""Of the quarantine: nothing is added to it here, and what is in it stays."""
 
 
 @dataclass
@@ -43,40 +41,9 @@ class Held:
         return f"{self.identity_id.hex()}  {self.model}  {self.revision or '-'}  {size}"
 
 
-def shard_folders(store: Path) -> list[Path]:
-    """The shards of a store, or the one shard that the path is. Raises StorePathError where there is none."""
-    expected = "expected the folder of a store, or of one of its shards"
-    with path_errors(store, expected):
-        if (store / STORE_NAME).is_file():
-            return [store]
-        found = sorted(file.parent for file in store.glob(f"*/{STORE_NAME}"))
-    if not found:
-        raise StorePathError(f"{store}: no shard there: {expected}")
-    return found
-
-
-@contextmanager
-def opened(store: Path, writable: bool) -> Iterator[list[BlockDB]]:
+def opened(store: Path, writable: bool) -> AbstractContextManager[list[BlockDB]]:
     """All shards of a store; writable ones hold their writer's lock. Raises what opening a KVStore raises."""
-    with ExitStack() as stack:
-        shards: list[BlockDB] = []
-        for folder in shard_folders(store):
-            shard = BlockDB(folder, _capacity(folder), True, writable, NO_BOUND)
-            stack.callback(shard.close)
-            # One call for as long as the shard is open: nobody else is here to close it.
-            token = object()
-            shard.enter(token)
-            stack.callback(shard.calls.discard, token)
-            shards.append(shard)
-        yield shards
-
-
-def _capacity(folder: Path) -> int:
-    """The capacity that a shard's file was made for, as far as it says."""
-    data = folder / DATA_NAME
-    with path_errors(data, "expected a shard that a writer has made"):
-        size = data.stat().st_size if data.exists() else 0
-        return max(MIB, size, check_data_file(data))
+    return open_shards(shard_folders(store), writable)
 
 
 def held(shards: Sequence[BlockDB]) -> dict[str, Held]:

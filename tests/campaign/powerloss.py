@@ -18,6 +18,7 @@ from tests.campaign.framework import Context, Kind, Outcome, campaign
 from tests.campaign.servant import Crew, Died, Raised, Servant
 from tests.campaign.strace import record
 from tests.campaign.workload import TOKENS, Engine, Found, Writer, config, examine, memory_folder, warm_engine
+from tests.support import shard_of
 
 MODES: Final = ("commit", "process", "switch")
 STATES_OF_A_TRACE: Final = 3000
@@ -64,7 +65,7 @@ def _die_open(writer: Writer) -> None:
     """End like a process that is killed: nothing is synced, nothing marked, and the lock goes."""
     store, writer.store = writer.store, None
     assert store is not None
-    db = store._shard.db
+    db = shard_of(store).db
     db._env.close()
     db.store_file.close()
     db._closing = db._closed = True

@@ -20,7 +20,7 @@ from tests.campaign.framework import Context, Kind, Outcome, campaign
 from tests.campaign.servant import Crew, Died, Raised, Servant
 from tests.campaign.strace import record, run_injected
 from tests.campaign.workload import HASHES, TOKENS, Engine, Found, config, examine, listing, memory_folder, warm_engine
-from tests.support import open_store
+from tests.support import open_store, shard_of
 
 SHARD: Final = "store/tp0of1-pp0of1"
 ERRORS: Final = ("error=EIO", "error=ENOSPC")
@@ -152,7 +152,7 @@ class Disturbed:
 
 
 def _evicted(store: KVStore) -> int:
-    return store._shard.counters.figures().get("evicted", 0)
+    return shard_of(store).counters.figures().get("evicted", 0)
 
 
 def disturb(engine: Engine, root: Path, mode: str) -> Report:

@@ -38,12 +38,13 @@ class Hand:
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[int] = field(default_factory=list)
     error: str = ""
+    ops: dict[str, float] = field(default_factory=lambda: OPS)
 
     def work(self, deadline: float) -> None:
         try:
             self._attach()
             while time.monotonic() < deadline:
-                op = self.chance.choices(list(OPS), list(OPS.values()))[0]
+                op = self.chance.choices(list(self.ops), list(self.ops.values()))[0]
                 getattr(self, op)(self._numbers())
         except BaseException:
             self.error = traceback.format_exc()

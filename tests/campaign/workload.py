@@ -22,7 +22,7 @@ from kvstore.space import used_bytes
 from kvstore.usage import Usage
 from tests.campaign.disk import MARKER
 from tests.campaign.framework import Context
-from tests.support import MIB, block_hashes, layer_tensors, open_store
+from tests.support import MIB, block_hashes, layer_tensors, open_store, shard_of
 
 BLOCKS: Final = 80
 PER_CALL: Final = 8
@@ -163,7 +163,7 @@ def listing(store: KVStore) -> dict[int, int]:
 def _listing(store: KVStore) -> dict[int, int]:
     prefix, found = store._views[0].prefix, dict[int, int]()
     index_of = {prefix + block_hash: i for i, block_hash in enumerate(HASHES)}
-    with store._shard.db.read() as view:
+    with shard_of(store).db.read() as view:
         entries = zip(index_of, view.headers(list(index_of)), strict=True)
         for key, value in ((key, value) for key, value in entries if value is not None):
             header = parse_header(bytes(value), key)
@@ -233,7 +233,7 @@ def _put_again(engine: Engine, store: KVStore, found: Found) -> None:
 
 def recount(store: KVStore) -> list[str]:
     """What is wrong with the accounting, by a count of what is there."""
-    db, problems = store._shard.db, []
+    db, problems = shard_of(store).db, []
     with db._env.begin() as txn:
         usage = Usage.parse(txn.get(b"usage", db=db._meta))
         headers = [parse_header(bytes(value), bytes(key)) for key, value in txn.cursor(db=db._index)]

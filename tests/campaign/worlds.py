@@ -19,7 +19,7 @@ from kvstore.quarantine import parse_entry
 from kvstore.record import Header, parse_header
 from kvstore.storefile import DATA_NAME
 from kvstore.usage import Usage
-from tests.support import IDENTITY, MIB, block_hashes, canonical, layer_tensors, make_cache
+from tests.support import IDENTITY, MIB, block_hashes, canonical, layer_tensors, make_cache, shard_of
 
 LARGEST_BYTES = 2**20
 """No record of a campaign has more."""
@@ -110,7 +110,7 @@ class World:
 
     def present(self, store: KVStore) -> list[int]:
         """The blocks that the index names."""
-        keys = store._shard.db.keys(b"", 2**30)
+        keys = shard_of(store).db.keys(b"", 2**30)
         return sorted(self.number_of.get(key[PREFIX_BYTES:], -1) for key in keys)
 
 
@@ -168,7 +168,7 @@ class Shelf:
 
 def count_shelf(store: KVStore) -> Shelf:
     """Read all databases in one snapshot."""
-    db, shelf = store._shard.db, Shelf()
+    db, shelf = shard_of(store).db, Shelf()
     with db._env.begin() as txn:
         shelf.usage = Usage.parse(txn.get(b"usage", db=db._meta))
         for key, value in txn.cursor(db=db._index):

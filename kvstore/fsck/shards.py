@@ -1,0 +1,21 @@
+"""The shards that a path names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvstore.errors import StorePathError
+from kvstore.storefile import DATA_NAME, STORE_NAME, path_errors
+
+
+def shards(store: Path) -> list[Path]:
+    """The shards of a store, or the one shard that the path is; one that has lost its STORE file, too. Raises StorePathError
+    where there is none."""
+    expected = "expected the folder of a store, or of one of its shards"
+    with path_errors(store, expected):
+        if (store / STORE_NAME).is_file() or (store / DATA_NAME).is_file():
+            return [store]
+        found = sorted({file.parent for name in (STORE_NAME, DATA_NAME) for file in store.glob(f"*/{name}")})
+    if not found:
+        raise StorePathError(f"{store}: no shard there: {expected}")
+    return found

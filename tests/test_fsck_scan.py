@@ -1,0 +1,733 @@
+"""The story: an operator has a shard checked. Each kind of damage is found under its right name, at the stage that looks for
+it; a clean store, and one that an engine is writing, gives no finding; whatever is in the file, the check goes on behind it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import errors
+from kvstore.blockdb import IDENTITY_PREFIX, USAGE_KEY, BlockDB
+from kvstore.fsck import checkpoint, scan
+from kvstore.fsck.content import torch_sums
+from kvstore.fsck.findings import Finding, Progress, Summary
+from kvstore.fsck.options import Options, Sample, parse_sample
+from kvstore.fsck.scan import check, shards
+from kvstore.hostpath import staging_sums
+from kvstore.record import chunk_key
+from kvstore.span import Span
+from kvstore.storefile import DATA_NAME, STORE_NAME
+from kvstore.usage import FORM
+from tests.fsck_damage import (
+    FORMS,
+    HASHES,
+    PAGE,
+    SHAPE,
+    WIDE,
+    break_leaf,
+    chunk_of,
+    edit_file,
+    fill,
+    free_a_live_page,
+    header_of,
+    key_of,
+    lose_bit,
+    newer,
+    no_such_layers,
+    one_more,
+    place,
+    recount,
+    rewrite,
+    rewrite_chunk,
+    rewrite_directory,
+    value,
+)
+from tests.records import change, opened, put, raw_block, record_of
+from tests.support import MIB, SMALL, block_hashes, make_cache, open_store
+
+Damage = Callable[[BlockDB], object]
+
+
+def checked(shard: Path, stage: str = "default", **options: Any) -> tuple[list[Finding], Summary]:
+    """All findings of a check, and its summary, whose figures must be those of the findings."""
+    items = list(check(shard, Options(stage=stage, **options)))
+    findings, summary = [item for item in items if isinstance(item, Finding)], items[-1]
+    assert isinstance(summary, Summary)
+    assert sum(summary.findings.values()) == len(findings)
+    assert any(isinstance(item, Progress) for item in items) or not summary.records
+    return findings, summary
+
+
+def kinds(shard: Path, stage: str = "default", **options: Any) -> set[tuple[str, bytes]]:
+    """Kind and key of each finding."""
+    return {(finding.kind, finding.key) for finding in checked(shard, stage, **options)[0]}
+
+
+def damaged(tmp_path: Path, damage: Damage) -> Path:
+    shard = fill(tmp_path / "shard")
+    with opened(shard, capacity_bytes=64 * MIB) as db:
+        damage(db)
+    return shard
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean shard, which tests do not change."""
+    return fill(tmp_path_factory.mktemp("clean") / "shard")
+
+
+# --- clean stores ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "jobs"), [("quick", 1), ("default", 1), ("deep", 1), ("deep", 3)])
+def test_a_clean_store_gives_no_finding(clean: Path, stage: str, jobs: int) -> None:
+    before = {path.name: path.read_bytes() for path in clean.iterdir() if path.name != "lock.mdb"}
+    findings, summary = checked(clean, stage, jobs=jobs)
+    assert findings == []
+    assert summary.total_records == len(FORMS)
+    assert summary.records == (0 if stage == "quick" else len(FORMS))
+    assert not summary.cancelled
+    assert [note for note in summary.unchecked if "identity" not in note] == []
+    assert before == {path.name: path.read_bytes() for path in clean.iterdir() if path.name != "lock.mdb"}
+
+
+@pytest.mark.parametrize("codec", ["raw", "bf16-planes"])
+def test_a_store_that_an_engine_wrote_is_wholly_checked(tmp_path: Path, codec: str) -> None:
+    cache = make_cache(layers=3, heads=2)
+    with open_store(tmp_path, cache, replace(SMALL, codec=codec)) as store:
+        store.put_blocks(HASHES, range(6), num_tokens=4 * 6 - 1)
+        folder = store.folder
+    findings, summary = checked(folder, "deep")
+    assert (findings, summary.unchecked, summary.records) == ([], [], 6)
+
+
+def test_condemned_records_own_their_chunks(tmp_path: Path) -> None:
+    def condemn(db: BlockDB) -> None:
+        lose_bit(db, "_payload", chunk_of(db, 2, 1), 5)
+        lose_bit(db, "_index", key_of(3), 8 * 30)
+        db.condemn([(key_of(n), value(db, "_index", key_of(n)), "storage_hash") for n in (2, 3)])
+        recount(db)
+
+    assert checked(damaged(tmp_path, condemn), "deep")[0] == []
+
+
+def test_an_empty_shard_one_without_data_and_one_cut_short_in_its_making_are_clean(tmp_path: Path) -> None:
+    with opened(tmp_path / "shard"):
+        pass
+    assert checked(tmp_path / "shard", "deep")[0] == []
+    (tmp_path / "shard" / DATA_NAME).unlink()
+    findings, summary = checked(tmp_path / "shard", "deep")
+    assert findings == []
+    assert "no data.mdb" in summary.unchecked[0]
+
+
+def test_a_shard_that_is_none_is_misuse(tmp_path: Path) -> None:
+    with pytest.raises(errors.StorePathError):
+        shards(tmp_path)
+
+
+def test_shards_that_lost_their_store_file_are_found(tmp_path: Path, clean: Path) -> None:
+    for name in ("tp0of2-pp0of1", "tp1of2-pp0of1"):
+        fill(tmp_path / name)
+    (tmp_path / "tp0of2-pp0of1" / STORE_NAME).unlink()
+    assert [path.name for path in shards(tmp_path)] == ["tp0of2-pp0of1", "tp1of2-pp0of1"]
+    assert shards(clean) == [clean]
+
+
+# --- every kind ----------------------------------------------------------------------------------------------------
+
+
+def swap(db: BlockDB) -> None:
+    one, two = (value(db, "_index", key_of(n)) for n in (2, 5))
+    place(db, "_index", key_of(2), two)
+    place(db, "_index", key_of(5), one)
+
+
+def longer(db: BlockDB) -> None:
+    def edit(directory: Any) -> Any:
+        lengths = directory.lengths.copy()
+        lengths[1] += 1
+        return replace(directory, lengths=lengths)
+
+    rewrite_directory(db, 1, edit)
+
+
+def same_sequence(db: BlockDB) -> None:
+    """Another record's header with the sequence number of the first, under right hashes; its own chunks go."""
+    header = header_of(db, 2)
+    with db._env.begin(write=True) as txn:
+        for chunk in range(2):
+            txn.delete(chunk_key(header.sequence, chunk), db=db._payload)
+    place(db, "_index", key_of(2), header.encode(header_of(db, 5).sequence, header.written))
+
+
+def says(**fields: int) -> Damage:
+    return lambda db: recount(db, **fields)
+
+
+def newest(db: BlockDB) -> None:
+    recount(db, last_sequence=header_of(db, 5).sequence - 1)
+
+
+RECORDS: dict[str, tuple[Damage, str, str, int]] = {
+    "a bit of a header": (lambda db: lose_bit(db, "_index", key_of(1), 8 * 33), "HEADER", "quick", 1),
+    "a header cut short": (lambda db: change(db, "_index", key_of(1), lambda v: v[:100]), "HEADER", "quick", 1),
+    "a header too long": (lambda db: change(db, "_index", key_of(1), lambda v: v + bytes(9)), "HEADER", "quick", 1),
+    "a sequence number": (lambda db: lose_bit(db, "_index", key_of(1), 8 * 41), "HEADER", "quick", 1),
+    "valid tokens": (lambda db: rewrite(db, 1, valid_tokens=601), "HEADER", "default", 1),
+    "a newer header": (lambda db: change(db, "_index", key_of(3), newer), "UNKNOWN_VERSION", "quick", 3),
+    "flags": (lambda db: change(db, "_index", key_of(3), lambda v: newer(v, 18)), "UNKNOWN_VERSION", "quick", 3),
+    "a codec": (lambda db: change(db, "_index", key_of(3), lambda v: newer(v, 16, 9)), "UNKNOWN_VERSION", "default", 3),
+    "no layer": (lambda db: no_such_layers(db, 2, lambda r: [r[0], 0, *r[2:]]), "GEOMETRY", "default", 2),
+    "odd bytes": (lambda db: no_such_layers(db, 2, lambda r: [*r[:5], 33, 31]), "GEOMETRY", "default", 2),
+    "a giant": (lambda db: no_such_layers(db, 2, lambda r: [*r[:5], 2**31, 0]), "GEOMETRY", "default", 2),
+    "a layer twice": (lambda db: no_such_layers(db, 2, lambda r: [r[0], r[1], 0, *r[3:]]), "GEOMETRY", "default", 2),
+    "raw length": (lambda db: rewrite(db, 2, raw_length=8), "LENGTH", "default", 2),
+    "stored length": (lambda db: rewrite(db, 2, stored_length=8), "LENGTH", "default", 2),
+    "directory length": (lambda db: rewrite(db, 2, directory_length=8), "LENGTH", "default", 2),
+    "a directory cut short": (
+        lambda db: change(db, "_payload", chunk_of(db, 1, 0), lambda v: v[:-1]),
+        "LENGTH",
+        "default",
+        1,
+    ),
+    "a chunk cut short": (
+        lambda db: change(db, "_payload", chunk_of(db, 1, 3), lambda v: v[:-1]),
+        "LENGTH",
+        "default",
+        1,
+    ),
+    "a bit of a chunk": (lambda db: lose_bit(db, "_payload", chunk_of(db, 0, 9), -1), "STORAGE_HASH", "default", 0),
+    "a bit of a directory": (lambda db: lose_bit(db, "_payload", chunk_of(db, 0, 0), 5), "STORAGE_HASH", "default", 0),
+    "the slice table": (
+        lambda db: rewrite_directory(db, 4, lambda d: replace(d, slice_sums=one_more(d.slice_sums))),
+        "SLICE_TABLE",
+        "default",
+        4,
+    ),
+    "the checksum": (lambda db: rewrite(db, 4, tagged_checksum=1), "SLICE_TABLE", "default", 4),
+    "a frame": (lambda db: rewrite_chunk(db, 4, 2, lambda v: v[:-3] + b"\xff" * 3), "DECODE", "deep", 4),
+    "content": (lambda db: rewrite_chunk(db, 0, 2, lambda v: b"\x7e" + v[1:]), "CONTENT", "deep", 0),
+    "a chunk": (lambda db: change(db, "_payload", chunk_of(db, 1, 4), lambda v: None), "MISSING_CHUNK", "quick", 1),
+    "the last chunk": (
+        lambda db: change(db, "_payload", chunk_of(db, 1, 9), lambda v: None),
+        "MISSING_CHUNK",
+        "quick",
+        1,
+    ),
+    "a directory": (lambda db: change(db, "_payload", chunk_of(db, 1, 0), lambda v: None), "MISSING_CHUNK", "quick", 1),
+}
+STAGES = ("quick", "default", "deep")
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_damage_of_a_record_is_found_from_its_stage_on(tmp_path: Path, name: str) -> None:
+    damage, kind, first, number = RECORDS[name]
+    shard = damaged(tmp_path, damage)
+    for stage in STAGES:
+        expected = {(kind, key_of(number))} if STAGES.index(stage) >= STAGES.index(first) else set()
+        assert kinds(shard, stage) == expected, stage
+    findings, _ = checked(shard, "deep")
+    assert findings[0].persisted
+    assert findings[0].nbytes > 0
+
+
+def test_what_is_wrong_with_stored_bytes_says_where_it_lies(tmp_path: Path) -> None:
+    shard = damaged(tmp_path, lambda db: lose_bit(db, "_payload", chunk_of(db, 0, 5), 8 * 100_000))
+    (finding,), _ = checked(shard)
+    with opened(shard, writable=False) as db:
+        chunk = value(db, "_payload", chunk_of(db, 0, 5))
+    data = (shard / DATA_NAME).read_bytes()
+    assert finding.page is not None
+    assert data[finding.page * PAGE + 16 :].startswith(chunk)
+    assert finding.pages == -(-(len(chunk) + 16) // PAGE)
+
+
+def test_an_entry_that_lost_its_sequence_number_names_nothing(tmp_path: Path) -> None:
+    shard = damaged(tmp_path, lambda db: change(db, "_index", key_of(1), lambda v: v[:20]))
+    assert kinds(shard) == {("HEADER", key_of(1)), ("ORPHAN_CHUNK", b"")}
+
+
+def test_of_two_entries_of_one_sequence_number_the_one_whose_chunks_are_there_is_right(tmp_path: Path) -> None:
+    shard = damaged(tmp_path, same_sequence)
+    assert kinds(shard, "quick") == {("HEADER", key_of(2))}
+    assert kinds(shard, "deep") == {("HEADER", key_of(2)), ("STORAGE_HASH", key_of(2))}
+
+
+def test_swapped_entries_are_both_found(tmp_path: Path) -> None:
+    shard = damaged(tmp_path, swap)
+    for stage in STAGES:
+        assert kinds(shard, stage) == {("KEY", key_of(2)), ("KEY", key_of(5))}
+
+
+def test_several_kinds_of_one_record_and_of_several_are_each_found(tmp_path: Path) -> None:
+    def damage(db: BlockDB) -> None:
+        change(db, "_payload", chunk_of(db, 0, 2), lambda v: v[1:])
+        lose_bit(db, "_payload", chunk_of(db, 0, 3), 1)
+        change(db, "_payload", chunk_of(db, 0, 4), lambda v: None)
+        rewrite(db, 1, tagged_checksum=1)
+        lose_bit(db, "_index", key_of(2), 900)
+        recount(db, last_sequence=2**61)
+
+    first = {(kind, key_of(0)) for kind in ("LENGTH", "STORAGE_HASH", "MISSING_CHUNK")}
+    others = {("SLICE_TABLE", key_of(1)), ("HEADER", key_of(2)), ("ACCOUNTING", b"")}
+    assert kinds(damaged(tmp_path, damage)) == first | others
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        says(raw_bytes=1),
+        says(stored_bytes=2**50),
+        says(quarantine_records=3),
+        says(quarantine_bytes=1),
+        says(last_sequence=2**61),
+        newest,
+        lambda db: place(db, "_meta", USAGE_KEY, bytes(FORM.size - 1)),
+        lambda db: change(db, "_meta", USAGE_KEY, lambda v: None),
+    ],
+)
+def test_wrong_accounting_is_found(tmp_path: Path, damage: Damage) -> None:
+    assert kinds(damaged(tmp_path, damage), "quick") == {("ACCOUNTING", b"")}
+
+
+def test_accounting_beside_a_damaged_entry_is_checked_within_bounds(tmp_path: Path) -> None:
+    shard = damaged(tmp_path, lambda db: lose_bit(db, "_index", key_of(1), 8 * 33))
+    findings, summary = checked(shard, "quick")
+    assert [finding.kind for finding in findings] == ["HEADER"]
+    assert any("within bounds" in note for note in summary.unchecked)
+    with opened(shard, capacity_bytes=64 * MIB) as db:
+        recount(db, raw_bytes=1)
+    assert kinds(shard, "quick") == {("HEADER", key_of(1)), ("ACCOUNTING", b"")}
+
+
+def test_bytes_that_no_record_names_are_found(tmp_path: Path) -> None:
+    def damage(db: BlockDB) -> None:
+        sequence = header_of(db, 0).sequence
+        place(db, "_payload", chunk_key(5, 0), bytes(5000))
+        place(db, "_payload", chunk_key(5, 7), bytes(70))
+        place(db, "_payload", chunk_key(sequence, 10), bytes(30))
+        place(db, "_payload", b"odd", bytes(3))
+
+    findings, _ = checked(damaged(tmp_path, damage))
+    assert {finding.kind for finding in findings} == {"ORPHAN_CHUNK"}
+    assert sorted(finding.nbytes for finding in findings) == [3, 30, 5070]
+    assert all(finding.key == b"" for finding in findings)
+    (largest,) = [finding for finding in findings if finding.nbytes == 5070]
+    assert (largest.sequence, largest.pages) == (5, 3)
+
+
+def test_the_chunks_of_a_damaged_entry_are_orphans_once_it_is_gone(tmp_path: Path) -> None:
+    shard = damaged(tmp_path, lambda db: lose_bit(db, "_index", key_of(1), 8 * 41))
+    assert kinds(shard) == {("HEADER", key_of(1))}
+    with opened(shard, capacity_bytes=64 * MIB) as db:
+        change(db, "_index", key_of(1), lambda v: None)
+        recount(db)
+    assert kinds(shard) == {("ORPHAN_CHUNK", b"")}
+
+
+def test_beside_a_newer_version_no_bytes_are_orphans(tmp_path: Path) -> None:
+    def damage(db: BlockDB) -> None:
+        change(db, "_index", key_of(1), lambda v: newer(v[:40] + bytes(8) + v[48:]))
+        place(db, "_payload", chunk_key(5, 0), bytes(500))
+
+    findings, summary = checked(damaged(tmp_path, damage))
+    assert [finding.kind for finding in findings] == ["UNKNOWN_VERSION"]
+    assert any("newer version may name" in note for note in summary.unchecked)
+
+
+def test_layers_that_are_not_the_identitys_are_found_deeply(tmp_path: Path) -> None:
+    cache = make_cache(layers=2, heads=2)
+    with open_store(tmp_path, cache) as store:
+        store.put_blocks(HASHES, range(6))
+        folder, identity = store.folder, store.identity
+    with opened(folder) as db:
+        keys = [bytes(key) for key, _ in db.entries()]
+        entries = dict.fromkeys(keys)
+        for key, fields in zip(keys, ({"fingerprint": 5}, {"parent": b"p" * 8}), strict=False):
+            with db.read() as snapshot:
+                header = scan_header(snapshot.header(key))
+            tagged = header.tagged_checksum ^ header.fingerprint ^ fields.get("fingerprint", header.fingerprint)
+            made = replace(header, **fields, tagged_checksum=tagged)
+            place(db, "_index", key, made.encode(header.sequence, header.written))
+    assert kinds(folder) == set()
+    assert kinds(folder, "deep") == {("GEOMETRY", keys[0])}
+    with opened(folder) as db:
+        place(db, "_meta", IDENTITY_PREFIX + identity.digest(), b"{}")
+    findings, summary = checked(folder, "deep")
+    assert findings == []
+    assert f"({len(entries)} times)" in summary.unchecked[0]
+
+
+def scan_header(data: bytes | None) -> Any:
+    from kvstore.record import parse_header
+
+    return parse_header(data or b"")
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_or_damaged_store_file_is_found_and_records_are_checked_all_the_same(tmp_path: Path) -> None:
+    shard = damaged(tmp_path, lambda db: lose_bit(db, "_payload", chunk_of(db, 0, 9), -1))
+    expected = {("STORE_FILE", b""), ("STORAGE_HASH", key_of(0))}
+    (shard / STORE_NAME).write_bytes(os.urandom(1024))
+    assert kinds(shard) == expected
+    (shard / STORE_NAME).unlink()
+    assert kinds(shard) == expected
+    assert not (shard / STORE_NAME).exists()
+
+
+def test_a_shard_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    shard = fill(tmp_path / "shard")
+    store = bytearray((shard / STORE_NAME).read_bytes())
+    for start in (0, 512):
+        store[start + 8] = 9
+    (shard / STORE_NAME).write_bytes(store)
+    (shard / DATA_NAME).write_bytes(b"of another format")
+    findings, summary = checked(shard)
+    assert [(finding.kind, finding.damage) for finding in findings] == [("UNKNOWN_VERSION", False)]
+    assert summary.unchecked
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_a_meta_page_that_is_none_is_found_before_anything_is_mapped(tmp_path: Path, page: int) -> None:
+    shard = fill(tmp_path / "shard")
+    edit_file(shard, lambda data: data.__setitem__(slice(page * PAGE + 16, page * PAGE + 24), bytes(8)))
+    findings, summary = checked(shard, jobs=2)
+    assert {finding.kind for finding in findings} == {"META"}
+    assert any("cannot open" in note for note in summary.unchecked)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_file_cut_short_is_found_and_what_is_there_is_read(tmp_path: Path, jobs: int) -> None:
+    """Reading past its end is a SIGBUS: the process that reads ends, and another one goes on behind that record."""
+    shard = fill(tmp_path / "shard")
+    with opened(shard, capacity_bytes=64 * MIB) as db:
+        lose_bit(db, "_payload", chunk_of(db, 0, 2), 7)
+        put(db, record_of(WIDE, block_hashes(1, "last")[0]))
+    size = (shard / DATA_NAME).stat().st_size
+    os.truncate(shard / DATA_NAME, size - 3 * 2**20 // 2)
+    found = kinds(shard, jobs=jobs)
+    assert ("FILE_TRUNCATED", b"") in found
+    assert {kind for kind, _ in found} <= {"FILE_TRUNCATED", "STORAGE_HASH", "TREE"}
+    readable = {key for kind, key in found if key} | {key_of(n) for n in range(6)}
+    assert len(readable) >= 6
+
+
+def test_broken_trees_are_found_and_nothing_that_follows_from_them(tmp_path: Path) -> None:
+    shard = fill(tmp_path / "shard")
+    break_leaf(shard)
+    findings, summary = checked(shard, "quick")
+    assert {finding.kind for finding in findings} == {"TREE"}
+    assert findings[0].page is not None
+    assert any("trees do not hold together" in note for note in summary.unchecked)
+
+
+def test_pages_that_are_free_and_in_use_are_found(tmp_path: Path) -> None:
+    shard = fill(tmp_path / "shard")
+    free_a_live_page(shard)
+    assert {kind for kind, _ in kinds(shard)} == {"FREELIST"}
+
+
+def test_an_emptied_file_is_found(tmp_path: Path) -> None:
+    shard = fill(tmp_path / "shard")
+    os.truncate(shard / DATA_NAME, 0)
+    assert kinds(shard) == {("FILE_TRUNCATED", b"")}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_garbage_in_the_file_ends_the_check(tmp_path: Path, seed: int) -> None:
+    shard, dice = fill(tmp_path / "shard"), random.Random(seed)
+
+    def edit(data: bytearray) -> None:
+        for _ in range(30):
+            at = dice.randrange(2 * PAGE if seed % 3 else 0, len(data) - 600)
+            data[at : at + dice.choice((1, 8, 500))] = dice.randbytes(dice.choice((1, 8, 500)))
+
+    edit_file(shard, edit)
+    findings, _ = checked(shard, "deep", jobs=1 + seed % 2)
+    assert findings
+
+
+# --- beside an engine ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_store_that_is_written_meanwhile_gives_no_finding(tmp_path: Path, jobs: int) -> None:
+    cache = make_cache(layers=4, blocks=32, tokens=64)
+    ends, errors_seen = threading.Event(), list[BaseException]()
+
+    def write() -> None:
+        try:
+            for turn in range(10**6):
+                if ends.is_set():
+                    return
+                store.put_blocks(block_hashes(32, f"r{turn}"), range(32))
+                if turn % 20 == 19:
+                    store.clear()
+        except BaseException as error:
+            errors_seen.append(error)
+
+    with open_store(tmp_path, cache, replace(SMALL, capacity_bytes=8 * MIB)) as store:
+        store.put_blocks(block_hashes(32), range(32))
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            found = [checked(store.folder, "deep", jobs=jobs) for _ in range(3)]
+        finally:
+            ends.set()
+            writer.join()
+    assert errors_seen == []
+    assert [findings for findings, _ in found] == [[]] * 3
+    assert sum(summary.records for _, summary in found) > 0
+
+
+def test_a_shard_in_a_folder_that_cannot_be_written_is_read_without_locks_unless_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvstore.fsck.reading import Reading
+
+    shard = fill(tmp_path / "shard")
+    (shard / "lock.mdb").unlink()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    reading = Reading(shard)
+    assert reading.open_databases()
+    reading.close()
+    assert not (shard / "lock.mdb").exists()
+    with opened(shard), pytest.raises(errors.StorePermissionError, match="being written"):
+        Reading(shard)
+
+
+# --- scope -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("5%", Sample(share=0.05)),
+        ("0.5%", Sample(share=0.005)),
+        ("100%", Sample(share=1.0)),
+        ("1/4", Sample(share=0.25)),
+        ("20G", Sample(nbytes=20 * 2**30)),
+        ("1.5MiB", Sample(nbytes=3 * 2**19)),
+        ("7", Sample(nbytes=7)),
+    ],
+)
+def test_samples_are_parsed(text: str, expected: Sample) -> None:
+    assert parse_sample(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0%", "101%", "5/4", "1/0", "0", "-1", "5 %", "1e3", "20X", "1/2/3", "٣%", "nan"])
+def test_what_is_no_sample_is_refused(text: str) -> None:
+    with pytest.raises(errors.ConfigError):
+        parse_sample(text)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": "all"},
+        {"jobs": 0},
+        {"rate_limit": 0.0},
+        {"max_duration_s": -1.0},
+        {"device": "tpu"},
+        {"prefix": bytes(99)},
+    ],
+)
+def test_what_is_no_option_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(errors.ConfigError):
+        Options(**options)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shard of 400 small records. Tests leave nothing but a checkpoint in it."""
+    shard = tmp_path_factory.mktemp("many") / "shard"
+    with opened(shard) as db:
+        put(db, *(record_of(SHAPE, h, seed=n) for n, h in enumerate(block_hashes(400))))
+    return shard
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch, many: Path) -> Path:
+    """The same, checked in ranges of 20 records, without a checkpoint."""
+    monkeypatch.setattr("kvstore.fsck.scan.SMALL_RANGE", 20)
+    (many / checkpoint.NAME).unlink(missing_ok=True)
+    return many
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_sample_is_a_part_of_the_records(ranges: Path, jobs: int) -> None:
+    whole = checked(ranges, jobs=jobs)[1]
+    assert whole.records == whole.total_records == 400
+    part = checked(ranges, sample=Sample(share=0.1), jobs=jobs)[1]
+    assert (part.records, part.total_records, part.cancelled) == (40, 400, False)
+    nbytes = whole.nbytes // 10
+    part = checked(ranges, sample=Sample(nbytes=nbytes), jobs=jobs)[1]
+    assert nbytes <= part.nbytes < nbytes + jobs * whole.nbytes // 100
+    assert not (ranges / checkpoint.NAME).exists()
+
+
+def test_a_prefix_is_of_block_hashes_or_of_index_keys(tmp_path: Path) -> None:
+    def damage(db: BlockDB) -> None:
+        for number in (1, 2):
+            lose_bit(db, "_payload", chunk_of(db, number, 1), 3)
+        change(db, "_payload", chunk_of(db, 4, 1), lambda v: None)
+
+    shard = damaged(tmp_path, damage)
+    findings, summary = checked(shard, prefix=HASHES[2][:4])
+    assert ([(f.kind, f.key) for f in findings], summary.records) == ([("STORAGE_HASH", key_of(2))], 1)
+    assert kinds(shard, prefix=key_of(4)[:30]) == {("MISSING_CHUNK", key_of(4))}
+    assert checked(shard, prefix=SHAPE.prefix)[1].records == 6
+    assert checked(shard, prefix=b"nothing")[1].records == 0
+
+
+def test_a_pass_goes_on_where_it_was_cancelled(ranges: Path) -> None:
+    seen, first = threading.Event(), list[Any]()
+    for item in check(ranges, Options(rate_limit=400_000.0), seen):
+        first.append(item)
+        if isinstance(item, Progress) and item.records:
+            seen.set()
+    done = first[-1]
+    assert isinstance(done, Summary)
+    assert done.cancelled
+    assert 0 < done.records < 400
+    assert (ranges / checkpoint.NAME).stat().st_mode & 0o777 == 0o600
+    rest = checked(ranges, resume=True)[1]
+    assert rest.records == 400 - done.records
+    assert not rest.cancelled
+    assert checked(ranges, resume=True)[1].records == 400, "the pass was through, and another one began"
+
+
+def test_closing_a_check_leaves_a_checkpoint_and_no_process(ranges: Path) -> None:
+    going = check(ranges, Options(rate_limit=400_000.0, jobs=2))
+    for item in going:
+        if isinstance(item, Progress) and item.records:
+            break
+    children = Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children")
+    assert len(children.read_text().split()) >= 2
+    going.close()  # type: ignore[attr-defined]
+    assert children.read_text().split() == []
+    assert checkpoint.load(ranges, int(time.time()))[0].parts
+    assert 0 < checked(ranges, resume=True)[1].records < 400
+
+
+def test_a_duration_ends_a_check_and_the_next_one_goes_on(ranges: Path) -> None:
+    part = checked(ranges, rate_limit=100_000.0, max_duration_s=1.5)[1]
+    assert part.cancelled
+    assert part.seconds < 6
+    assert scan.TIME_IS_OVER in part.unchecked
+    assert part.records + checked(ranges, resume=True)[1].records == 400
+
+
+def test_the_least_recently_checked_come_first(ranges: Path) -> None:
+    keys = sorted(SHAPE.prefix + h for h in block_hashes(400))
+    old, new = int(time.time()) - 1000, int(time.time()) - 10
+    parts = (checkpoint.Part(b"", keys[100], new, 1), checkpoint.Part(keys[100], keys[160], old, 1))
+    assert checkpoint.save(ranges, checkpoint.Checkpoint(parts, 0, 1)) == ""
+    assert checked(ranges, resume=True, sample=Sample(nbytes=10**6), jobs=2)[1].records == 400
+    (ranges / checkpoint.NAME).unlink()
+    every = (*parts, checkpoint.Part(keys[160], b"", new - 5, 1))
+    checkpoint.save(ranges, checkpoint.Checkpoint(every, 0, 1))
+    assert checked(ranges, resume=True, sample=Sample(share=0.15))[1].records == 60
+    found = checkpoint.load(ranges, int(time.time()))[0]
+    assert found.checked(keys[100], keys[160], 1) >= new + 10
+    assert found.checked(keys[0], keys[100], 1) == new
+    assert found.checked(keys[160], b"", 1) == new - 5
+
+
+def test_a_damaged_record_stays_unchecked(ranges: Path, tmp_path: Path) -> None:
+    shard = tmp_path / "shard"
+    with opened(shard) as db:
+        put(db, *(record_of(SHAPE, h, seed=n) for n, h in enumerate(block_hashes(60))))
+        key = sorted(bytes(k) for k, _ in db.entries())[30]
+        header = scan_header(value(db, "_index", key))
+        lose_bit(db, "_payload", chunk_key(header.sequence, 1), 9)
+    for _ in range(2):
+        assert kinds(shard, resume=True) == {("STORAGE_HASH", key)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"null",
+        b"{}",
+        b"[" * 10**5,
+        b'{"schema":1,"stage":"default","begun":1,"prefix":"","parts":[["zz","",1,"default"]]}',
+        b'{"schema":1,"stage":"default","begun":1,"prefix":"","parts":[["","",99999999999999,"default"]]}',
+        b'{"schema":1,"stage":"default","begun":true,"prefix":"","parts":[]}',
+        b'{"schema":1,"stage":"default","begun":1,"prefix":"","parts":[["","",1,"default"],["00","",1,"default"]]}',
+        b'{"schema":2,"stage":"default","begun":1,"prefix":"","parts":[]}',
+        b" " * (checkpoint.MAX_BYTES + 1),
+    ],
+)
+def test_a_checkpoint_that_is_none_is_ignored_and_told(ranges: Path, text: bytes) -> None:
+    (ranges / checkpoint.NAME).write_bytes(text)
+    summary = checked(ranges, resume=True)[1]
+    assert summary.records == 400
+    assert "checkpoint" in summary.unchecked[0]
+
+
+def test_a_checkpoint_is_not_followed_elsewhere(ranges: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("mine")
+    (ranges / checkpoint.NAME).symlink_to(tmp_path / "other")
+    summary = checked(ranges, resume=True)[1]
+    assert "checkpoint" in summary.unchecked[0]
+    assert (tmp_path / "other").read_text() == "mine"
+
+
+def test_parts_replace_what_they_cover() -> None:
+    part = checkpoint.Part
+    old = (part(b"", b"m", 5, 1), part(b"m", b"", 7, 1))
+    new = checkpoint.added(old, [part(b"c", b"e", 9, 1), part(b"e", b"f", 9, 1), part(b"x", b"", 9, 2)])
+    assert new == (
+        part(b"", b"c", 5, 1),
+        part(b"c", b"f", 9, 1),
+        part(b"f", b"m", 5, 1),
+        part(b"m", b"x", 7, 1),
+        part(b"x", b"", 9, 2),
+    )
+    assert checkpoint.Checkpoint(new).checked(b"a", b"z", 1) == 5
+    assert checkpoint.Checkpoint(new).checked(b"c", b"e", 1) == 9
+    assert checkpoint.Checkpoint(new).checked(b"c", b"e", 2) == 0
+
+
+def test_a_rate_limit_holds(ranges: Path) -> None:
+    whole = checked(ranges)[1]
+    slow = checked(ranges, rate_limit=whole.nbytes / 2)[1]
+    assert slow.records == 400
+    assert 1.0 < slow.seconds < 2 * whole.seconds + 6
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [SHAPE, WIDE], ids=["small", "wide"])
+def test_sums_by_torch_are_those_of_the_loops(shape: Any) -> None:
+    record = record_of(shape, HASHES[0], position=5, valid=3)
+    block = raw_block(shape, 3, 0)
+    first = np.array([5 * shape.block_size], np.int64)
+    span = Span(5, np.zeros(1, np.int64), first, np.array([3], np.int64))
+    assert (torch_sums("cpu", record.header, shape, block) == staging_sums(shape)(span, block[None])[0]).all()
+
+
+def test_a_device_that_is_not_there_is_misuse(clean: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        assert kinds(clean, "deep", device="cuda") == set()
+    else:
+        with pytest.raises(errors.ConfigError, match="cuda"):
+            checked(clean, "deep", device="cuda")
