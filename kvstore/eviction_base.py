@@ -202,7 +202,8 @@ class ArrayPolicy:
         rows = _first_rows(chain.keys)
         rows = rows[stored[rows]]
         slots = self.entries.find(chain.keys[rows])
-        if (slots < 0).any():
+        # A block that was only ever named as another's parent is known, and in no order of touches.
+        if (slots < 0).any() or (self.entries.touched[slots] == NOWHERE).any():
             self._ask(chain)
             slots = self.entries.find(chain.keys[rows])
         here = self.entries.have(slots, RESIDENT)

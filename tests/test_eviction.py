@@ -70,6 +70,15 @@ def test_a_later_request_tells_a_parent_that_the_put_did_not_name(name: str) -> 
 
 
 @BOTH
+def test_a_block_that_was_only_named_as_a_parent_has_its_place_when_it_is_written(name: str) -> None:
+    policy = policy_named(name)
+    put(policy, chain(4, parent=3, start=4), T0)
+    policy.written(chain(3, parent=2, start=3), every(chain(3)), 1, T0 + 1)
+    policy.removed(keys(4))
+    assert in_order(policy, T0 + 2) == [3]
+
+
+@BOTH
 def test_victims_are_as_many_as_their_sizes_need(name: str) -> None:
     policy = policy_named(name)
     blocks = chain(1, 2, 3)
