@@ -284,7 +284,9 @@ def test_a_tree_that_turns_out_to_be_broken_is_salvaged(subject: Subject, shard:
     """The check found damaged values and no more; nothing is deleted in a tree that does not hold together."""
     broken(subject, shard)
     data = (shard / DATA_NAME).read_bytes()
-    done = carry_out(shard, plan(shard, [Finding("HEADER", "", b"key", 9)]), check=checked)
+    told = list[Progress]()
+    done = carry_out(shard, plan(shard, [Finding("HEADER", "", b"key", 9)]), False, told.append, checked)
+    assert {progress.stage for progress in told} >= {"search", "write"}
     assert done.salvaged is not None
     assert done.left == []
     assert done.kept is not None
@@ -311,13 +313,6 @@ def test_writes_that_were_lost_are_no_reason_to_lose_the_rest(subject: Subject, 
     assert done.left == []
     assert state(shard).clean
     assert subject.records.items() <= contents(shard).items()
-
-
-def test_progress_is_told(subject: Subject, shard: Path) -> None:
-    broken(subject, shard)
-    told = list[Progress]()
-    carry_out(shard, plan(shard, list(checked(shard))), progress=told.append)
-    assert {progress.stage for progress in told} >= {"search", "write"}
 
 
 # --- the STORE file --------------------------------------------------------------------------------------------------

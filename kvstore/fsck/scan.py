@@ -21,7 +21,7 @@ from kvstore.fsck.shards import shards as shards
 from kvstore.fsck.structure import store_file
 from kvstore.fsck.survey import Range
 from kvstore.fsck.team import Child, Ended, Team, order
-from kvstore.fsck.work import ALL, Plan, Work
+from kvstore.fsck.work import ALL, STUCK, Plan, Work
 from kvstore.storefile import DATA_NAME, MAX_MAP, boot_id, newest_meta
 
 LISTEN_S: Final = 0.1
@@ -301,7 +301,7 @@ class Check:
 
     def _again(self, plan: Plan, work: Work, more: bool) -> None:
         self._restarts -= 1
-        if more and self._restarts <= 0:
+        if work.stuck > STUCK or (more and self._restarts <= 0):
             self._notes["index keys behind those where scanning processes ended: too many did"] += 1
         plan.give_back(work, again=more and self._restarts > 0)
 

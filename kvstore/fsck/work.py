@@ -14,6 +14,8 @@ from kvstore.fsck.survey import Range
 
 ALL: Final = 2**62
 PREFIX_BYTES: Final = 18
+STUCK: Final = 12
+"""Steps behind what cannot be read, before a range is given up."""
 
 
 @dataclass
@@ -40,11 +42,11 @@ class Work:
         return {"task": "range", **bounds, "skip": skip}
 
     def step_over(self) -> bool:
-        """Go on behind what cannot be read, further at each time; whether there is anything there."""
+        """Go on behind what cannot be read, further at each time; whether there is anything there to be read."""
         self.stuck += 1
         keep = max(PREFIX_BYTES, PREFIX_BYTES + 3 - self.stuck)
         self.at = after(self.at, keep)
-        return bool(self.at) and (not self.end or self.at < self.end)
+        return self.stuck <= STUCK and bool(self.at) and (not self.end or self.at < self.end)
 
 
 def after(key: bytes, keep: int) -> bytes:
@@ -120,7 +122,7 @@ class Plan:
         work.done = (work.done[0] + records, work.done[1] + nbytes)
         if not work.damaged and (ended or upto > work.at):
             self._done.append(Part(work.at, upto, self._now, self._stage))
-        work.at, work.damaged = upto, False
+        work.at, work.damaged, work.stuck = upto, False, 0
         work.records, work.nbytes = max(0, work.records - records), max(0, work.nbytes - nbytes)
 
     def checkpoint(self) -> Checkpoint:
