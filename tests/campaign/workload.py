@@ -161,7 +161,7 @@ def listing(store: KVStore) -> dict[int, int]:
 
 
 def _listing(store: KVStore) -> dict[int, int]:
-    prefix, found = store._views[0].prefix, dict[int, int]()
+    prefix, found = store._views[0].shape.prefix, dict[int, int]()
     index_of = {prefix + block_hash: i for i, block_hash in enumerate(HASHES)}
     with shard_of(store).db.read() as view:
         entries = zip(index_of, view.headers(list(index_of)), strict=True)
