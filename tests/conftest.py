@@ -12,7 +12,7 @@ from kvstore import KVStore, PagedKVCache
 from tests.support import CAMPAIGNS, IO, io_mode, make_cache, open_store
 
 IO_MODES = ("inline", "process")
-PROCESS_CASES = 3
+PROCESS_CASES = 2
 """So many cases of a test run with io="process", evenly spread, unless its mark says otherwise."""
 COUNTED: Counter[str] = Counter()
 """Tests that are marked `both`, by what runs of them."""

@@ -191,3 +191,12 @@ def free_a_live_page(shard: Path) -> None:
 def lose_bit(db: BlockDB, database: str, key: bytes, bit: int) -> None:
     """Flip a bit of a value."""
     change(db, database, key, lambda data: flip(data, bit % (8 * len(data))))
+
+
+def meanwhile(shard: str, gone: bool) -> None:
+    """What an engine does to record 3 while it is checked: delete it, or put it again."""
+    with opened(Path(shard), capacity_bytes=64 * MIB) as db:
+        if gone:
+            db.drop(key_of(3))
+        else:
+            put(db, record_of(SHAPE, HASHES[3], position=3))

@@ -136,7 +136,9 @@ def test_the_newest_intact_record_of_a_key_wins(tmp_path: Path) -> None:
     found = contents(tmp_path / "older")
     assert found[PREFIX + other] == newest[PREFIX + other]
     assert found.get(PREFIX + block_hash) != newest[PREFIX + block_hash]
-    assert (PREFIX + block_hash in found) == (result.older == 1) == (not result.failed)
+    # LMDB leaves old memory in the rest of a page: headers of other stores may be found there, and fail.
+    assert (PREFIX + block_hash in found) == (result.older == 1)
+    assert PREFIX + block_hash in found or result.failed
 
 
 def test_what_is_damaged_does_not_come_back(subject: Subject, tmp_path: Path) -> None:

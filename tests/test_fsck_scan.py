@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,12 +26,17 @@ from kvstore.blockdb import IDENTITY_PREFIX, USAGE_KEY, BlockDB
 from kvstore.fsck import checkpoint, scan
 from kvstore.fsck.content import torch_sums
 from kvstore.fsck.findings import Finding, Progress, Summary
+from kvstore.fsck.mark import Mark
 from kvstore.fsck.options import Options, Sample, parse_sample
 from kvstore.fsck.pagemap import pages_of
 from kvstore.fsck.pages import PageFile
+from kvstore.fsck.reading import Reading
 from kvstore.fsck.scan import check, shards
+from kvstore.fsck.scanner import Scanner
+from kvstore.fsck.stages import Problem
+from kvstore.fsck.survey import Survey, TooLong
 from kvstore.hostpath import staging_sums
-from kvstore.record import chunk_key
+from kvstore.record import chunk_key, parse_header
 from kvstore.span import Span
 from kvstore.storefile import DATA_NAME, STORE_NAME
 from kvstore.usage import FORM
@@ -379,7 +386,7 @@ def test_layers_that_are_not_the_identitys_are_found_deeply(tmp_path: Path) -> N
         entries = dict.fromkeys(keys)
         for key, fields in zip(keys, ({"fingerprint": 5}, {"parent": b"p" * 8}), strict=False):
             with db.read() as snapshot:
-                header = scan_header(snapshot.header(key))
+                header = parsed(snapshot.header(key))
             tagged = header.tagged_checksum ^ header.fingerprint ^ fields.get("fingerprint", header.fingerprint)
             made = replace(header, **fields, tagged_checksum=tagged)
             place(db, "_index", key, made.encode(header.sequence, header.written))
@@ -392,9 +399,7 @@ def test_layers_that_are_not_the_identitys_are_found_deeply(tmp_path: Path) -> N
     assert f"({len(entries)} times)" in summary.unchecked[0]
 
 
-def scan_header(data: bytes | None) -> Any:
-    from kvstore.record import parse_header
-
+def parsed(data: bytes | None) -> Any:
     return parse_header(data or b"")
 
 
@@ -496,6 +501,81 @@ def test_no_garbage_in_the_file_ends_the_check(tmp_path: Path, seed: int) -> Non
     assert findings
 
 
+# --- a second read ---------------------------------------------------------------------------------------------------
+
+
+def scanned(shard: Path, stage: str = "default") -> list[dict[str, Any]]:
+    """What a scanning process says of all records, in this process."""
+    said: list[dict[str, Any]] = []
+    order = {"shard": str(shard), "stage": stage, "prefix": "", "rate": 0, "device": "cpu"}
+    mark = Mark()
+    scanner = Scanner(order, mark, said.append)
+    try:
+        scanner.do({"task": "range", "start": "", "end": "", "records": 2**62, "nbytes": 2**62, "skip": []})
+    finally:
+        scanner.close()
+        mark.close()
+    return said
+
+
+def test_what_a_second_read_does_not_find_is_transient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, reads = copied(tmp_path), list[bytes]()
+
+    def first_is_wrong(view: Any, key: bytes, entry: bytes, deep: Any) -> list[Problem]:
+        reads.append(key)
+        return [Problem("STORAGE_HASH", "a bit fell over")] if key == key_of(3) and reads.count(key) == 1 else []
+
+    monkeypatch.setattr("kvstore.fsck.scanner.intact", lambda *_: False)
+    monkeypatch.setattr("kvstore.fsck.scanner.problems", first_is_wrong)
+    (finding,) = [message["finding"] for message in scanned(shard) if "finding" in message]
+    assert (finding["key"], finding["persisted"]) == (key_of(3).hex(), False)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_record_that_was_deleted_or_replaced_meanwhile_is_no_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    shard = damaged(tmp_path, lambda db: lose_bit(db, "_payload", chunk_of(db, 3, 1), 3))
+    assert any("finding" in message for message in scanned(shard))
+    again = Scanner._again
+
+    def meanwhile(self: Scanner, key: bytes, *found: Any) -> Any:
+        script = "from tests.fsck_damage import meanwhile; import sys; meanwhile(sys.argv[1], sys.argv[2] == 'True')"
+        subprocess.run([sys.executable, "-c", script, str(shard), str(gone)], check=True)
+        return again(self, key, *found)
+
+    monkeypatch.setattr(Scanner, "_again", meanwhile)
+    said = scanned(shard)
+    assert [message for message in said if "finding" in message] == []
+    assert sum(message.get("records", 0) for message in said) == 6
+
+
+def test_snapshots_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = damaged(tmp_path, lambda db: lose_bit(db, "_payload", chunk_of(db, 3, 1), 3))
+    monkeypatch.setattr("kvstore.fsck.scanner.SNAPSHOT_S", -1)
+    begun, snapshot = list[int](), Reading.snapshot
+    monkeypatch.setattr(Reading, "snapshot", lambda self: begun.append(1) or snapshot(self))
+    said = scanned(shard)
+    assert len(begun) == 1 + 6 + 1, "one for the keys, one a record, one for the second read"
+    assert [m["finding"]["key"] for m in said if "finding" in m] == [key_of(3).hex()]
+
+
+def test_a_survey_of_a_store_in_use_that_takes_too_long_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = damaged(tmp_path, lambda db: recount(db, raw_bytes=1))
+    reading = Reading(shard)
+    try:
+        assert reading.open_databases()
+        monkeypatch.setattr("kvstore.fsck.survey.PATIENCE_S", -1.0)
+        assert [finding.kind for finding in Survey(reading, b"", [], 10).run().findings] == ["ACCOUNTING"]
+        monkeypatch.setattr(Reading, "last_transaction", lambda self: 2**40)
+        with pytest.raises(TooLong):
+            Survey(reading, b"", [], 10).run()
+    finally:
+        reading.close()
+
+
 # --- beside an engine ----------------------------------------------------------------------------------------------
 
 
@@ -532,8 +612,6 @@ def test_a_store_that_is_written_meanwhile_gives_no_finding(tmp_path: Path, jobs
 def test_a_shard_in_a_folder_that_cannot_be_written_is_read_without_locks_unless_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstore.fsck.reading import Reading
-
     shard = copied(tmp_path)
     monkeypatch.setattr(os, "access", lambda *_: False)
     reading = Reading(shard)
@@ -542,6 +620,37 @@ def test_a_shard_in_a_folder_that_cannot_be_written_is_read_without_locks_unless
     assert not (shard / "lock.mdb").exists()
     with opened(shard), pytest.raises(errors.StorePermissionError, match="being written"):
         Reading(shard)
+
+
+def test_many_small_records_give_no_finding(tmp_path: Path) -> None:
+    shard, record = tmp_path / "shard", record_of(SHAPE, HASHES[0])
+    old = int(SHAPE.tags([HASHES[0]])[0])
+    with opened(shard) as db:
+        for request in range(30):
+            hashes = block_hashes(100, f"r{request}")
+            tags = SHAPE.tags(hashes).tolist()
+            put(
+                db,
+                *(
+                    replace(
+                        record,
+                        header=replace(
+                            record.header,
+                            key=SHAPE.prefix + block_hash,
+                            tagged_checksum=record.header.tagged_checksum ^ old ^ tag,
+                        ),
+                    )
+                    for block_hash, tag in zip(hashes, tags, strict=True)
+                ),
+            )
+    findings, summary = checked(shard, "deep", jobs=2)
+    assert (findings, summary.records, summary.total_records) == ([], 3000, 3000)
+
+
+def test_a_folder_that_is_no_shard_is_misuse(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(errors.StorePathError):
+            checked(folder)
 
 
 # --- scope -----------------------------------------------------------------------------------------------------------
@@ -687,7 +796,7 @@ def test_a_damaged_record_stays_unchecked(ranges: Path, tmp_path: Path) -> None:
     with opened(shard) as db:
         put(db, *(record_of(SHAPE, h, seed=n) for n, h in enumerate(block_hashes(60))))
         key = sorted(bytes(k) for k, _ in db.entries())[30]
-        header = scan_header(value(db, "_index", key))
+        header = parsed(value(db, "_index", key))
         lose_bit(db, "_payload", chunk_key(header.sequence, 1), 9)
     for _ in range(2):
         assert kinds(shard, resume=True) == {("STORAGE_HASH", key)}

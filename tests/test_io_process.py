@@ -38,7 +38,7 @@ from tests.support import MIB, SMALL, Raw, block_hashes, canonical, index_key, m
 
 HASHES = block_hashes(8)
 PATIENCE = 30.0
-QUICK = replace(SMALL, io_timeout_s=0.5)
+QUICK = replace(SMALL, io_timeout_s=2.0)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import lmdb
 import numpy as np
 
 from kvstore.environment import DATABASES, HOLD_PATIENCE_S, LMDB_ENGINE, MAX_READERS
-from kvstore.errors import StoreBusy, StorePermissionError
+from kvstore.errors import StoreBusy, StorePathError, StorePermissionError
 from kvstore.snapshot import ReadView
 from kvstore.storefile import DATA_NAME, MAX_MAP, STORE_NAME, newest_meta
 
@@ -32,7 +32,7 @@ class Reading:
     cannot, it goes without that if nobody writes the shard.
 
     Raises StoreBusy where the file is being rewritten, StorePermissionError where it cannot be read beside its writer,
-    StoreDamaged without an intact meta page, lmdb.Error and OSError.
+    StorePathError where the system refuses it, StoreDamaged without an intact meta page, lmdb.Error and OSError.
     """
 
     def __init__(self, shard: Path) -> None:
@@ -45,9 +45,20 @@ class Reading:
             lock = os.access(shard, os.W_OK)
             if not lock:
                 _check_unwritten(shard)
-            self._env = lmdb.open(
+            self._env = self._environment(shard, max(size, named), lock)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        if lock:
+            self._env.reader_check()
+        self._databases: list[Any] = []
+        self._base: int | None = None
+
+    def _environment(self, shard: Path, map_size: int, lock: bool) -> Any:
+        try:
+            return lmdb.open(
                 str(shard),
-                map_size=max(size, named),
+                map_size=map_size,
                 readonly=True,
                 create=False,
                 mode=0o600,
@@ -56,13 +67,11 @@ class Reading:
                 lock=lock,
                 lib_version=LMDB_ENGINE,
             )
-        except BaseException:
-            os.close(self._fd)
+        except lmdb.Error as error:
+            if type(error) is lmdb.Error:
+                # An error of the system's, not of the file's content.
+                raise StorePathError(f"{shard}: LMDB cannot open it: {error}: check it as its owner") from None
             raise
-        if lock:
-            self._env.reader_check()
-        self._databases: list[Any] = []
-        self._base: int | None = None
 
     def _hold(self) -> int:
         """Keep data.mdb from being replaced, as readers do."""

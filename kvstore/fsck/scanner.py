@@ -43,6 +43,8 @@ PACED_S: Final = 0.25
 STORED_LENGTH: Final = slice(32, 40)
 UNREADABLE: Final = (lmdb.Error, MemoryError, SystemError)
 """What reading a damaged tree raises."""
+OUTSIDE: Final = (lmdb.ReadersFullError, lmdb.LockError, lmdb.BadRslotError)
+"""What of LMDB's errors is not the file's."""
 Say = Callable[[dict[str, Any]], None]
 
 
@@ -186,8 +188,11 @@ class Scanner:
             for done, entry in enumerate(pending, 1):
                 self._mark.set(RECORD, entry.key)
                 value = view.header(entry.key)
-                if value is not None and (found := self._problems(view, entry.key, value)):
-                    suspects.append((entry.key, value, found))
+                found = [] if value is None else self._problems(view, entry.key, value)
+                for note in (finding for finding in found if finding.kind == NOT_CHECKED):
+                    self._say({"note": note.detail})
+                if value is not None and (wrong := [finding for finding in found if finding.kind != NOT_CHECKED]):
+                    suspects.append((entry.key, value, wrong))
                 if time.monotonic() > until:
                     return done
         return len(pending)
@@ -205,7 +210,7 @@ class Scanner:
     def _finding(self, key: bytes, value: bytes, problem: Problem) -> Finding:
         page, pages = self._reading().place(problem.data) if problem.data is not None else (None, 0)
         nbytes = stored_bytes(parse_header(value), value)
-        return Finding(problem.kind or NOT_CHECKED, problem.detail, key, nbytes, page, pages, None, sequence_of(value))
+        return Finding(problem.kind, problem.detail, key, nbytes, page, pages, None, sequence_of(value))
 
     def _again(self, key: bytes, entry: bytes, first: list[Finding]) -> Iterator[Finding]:
         """A second read, in a new snapshot. A record that was replaced or deleted meanwhile is no finding."""
@@ -215,11 +220,7 @@ class Scanner:
             if value is None or sequence_of(value) != sequence_of(entry):
                 return
             kinds = {finding.kind for finding in self._problems(view, key, value)}
-        for finding in first:
-            if finding.kind == NOT_CHECKED:
-                self._say({"note": finding.detail})
-            else:
-                yield replace(finding, persisted=finding.kind in kinds)
+        yield from (replace(finding, persisted=finding.kind in kinds) for finding in first)
 
     def _identities(self) -> dict[bytes, bytes]:
         reading = self._reading()
@@ -277,6 +278,8 @@ def _serve(mark: Mark, say: Say) -> None:
 def _do(scanner: Scanner, task: dict[str, Any], say: Say) -> None:
     try:
         scanner.do(task)
+    except OUTSIDE as error:
+        say({"refused": ["StorePathError", f"LMDB: {error}"]})
     except (*UNREADABLE, StoreDamaged) as error:
         say({"failed": _words(error)})
     except (KVStoreError, OSError) as error:

@@ -5,9 +5,11 @@ Nothing is mapped: files are read with plain reads, whatever is in them.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +17,7 @@ from lmdb.verify import VerifyError, verify
 
 from kvstore.errors import StoreDamaged, UnsupportedFormat
 from kvstore.fsck.findings import Finding
+from kvstore.fsck.pages import PAGE_HEADER, PageFile, leaf_nodes
 from kvstore.storefile import DATA_NAME, MAX_MAP, STORE_NAME, StoreState, newest_meta, parse_store, path_errors
 
 LOOKS: Final = 4
@@ -26,6 +29,8 @@ PAST_END: Final = ("beyond EOF", "beyond the end of the file", "can hold", "is t
 FREE: Final = ("freeDB", "reachable and in the freeDB", "reachable nor in the freeDB")
 CONSEQUENCES: Final = re.compile(r": walked \d+|reachable nor in the freeDB|suppressed")
 """What follows from a walk that could not go on."""
+MOST_BYTES: Final = 4096
+"""Of a STORE file."""
 MOST: Final = 200
 """Findings of one file."""
 Hold = Callable[[], AbstractContextManager[object]]
@@ -36,8 +41,12 @@ def store_file(shard: Path) -> tuple[StoreState | None, list[Finding]]:
     """What the STORE file says, and what is wrong with it. Raises StorePathError, StorePermissionError."""
     path, data = shard / STORE_NAME, shard / DATA_NAME
     with path_errors(path, "expected a shard's folder that can be read"):
-        begun = data.exists() and data.stat().st_size > 0
-        text = path.read_bytes()[:4096] if path.exists() else b""
+        if not path.exists() and not data.exists():
+            raise FileNotFoundError(errno.ENOENT, "no shard there")
+        begun, text = data.exists() and data.stat().st_size > 0, b""
+        if path.exists():
+            with path.open("rb") as file:
+                text = file.read(MOST_BYTES)
     if not text:
         missing = f"{STORE_NAME} is missing or empty, and {DATA_NAME} is there"
         return None, [Finding("STORE_FILE", missing)] if begun else []
@@ -84,7 +93,10 @@ def _look(data: Path) -> list[Finding]:
     if map_size >= MAX_MAP:
         return [Finding("META", f"its meta page names a map of {map_size} bytes")]
     short = (last + 1) * page_size > size
-    return list(_named(_problems(data), short, f"{size:,} bytes of {last + 1:,} pages of {page_size:,}"))
+    problems = _problems(data)
+    if short and not problems:
+        problems = _past_end(data)
+    return list(_named(problems, short, f"{size:,} bytes of {last + 1:,} pages of {page_size:,}"))
 
 
 def _problems(data: Path) -> list[str]:
@@ -94,6 +106,17 @@ def _problems(data: Path) -> list[str]:
         return [str(error)]
     except (ValueError, ArithmeticError, LookupError, MemoryError, RecursionError) as error:
         return [f"it cannot be walked: {type(error).__name__}: {error}"]
+
+
+def _past_end(data: Path) -> list[str]:
+    """Values that reach past the end of the file, of which lmdb.verify looks at the first page alone."""
+    with PageFile(data) as file:
+        meta = file.metas[0]
+        roots = [meta.free.root, meta.main.root, *(tree.root for tree in file.databases(meta).values())]
+        leaves = (page for root in roots for _, page in file.walk(root))
+        runs = ((node.run, node.size) for page in leaves for node in leaf_nodes(page) if node.run is not None)
+        past = (run for run, size in runs if run * file.page_bytes + PAGE_HEADER + size > file.size)
+        return [f"the value from page {run} on reaches beyond EOF" for run in islice(past, MOST)]
 
 
 def _named(problems: Iterable[str], short: bool, length: str) -> Iterator[Finding]:

@@ -22,6 +22,8 @@ START: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from kvstore.fsck.scanner import main; main(sys.argv[2:])"
 )
 END_PATIENCE_S: Final = 2.0
+ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
+"""No matrices are multiplied, and starting threads takes time."""
 MAX_MESSAGE: Final = 2**22
 READ_BYTES: Final = 2**16
 FATAL: Final = (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
@@ -59,7 +61,13 @@ class Child:
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
-                command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, pass_fds=[self._mark.fd]
+                command,
+                env=os.environ | ONE_THREAD,
+                bufsize=0,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[self._mark.fd],
             )
         except BaseException:
             self._mark.close()
@@ -102,11 +110,15 @@ class Child:
             raise errors.StoreUnavailable(f"a scanning process ended: {words}: check the shard again")
         return Ended(words, status == -signal.SIGBUS, *self._mark.get())
 
-    def end(self) -> None:
-        """End the process if it has not."""
+    def dismiss(self) -> None:
+        """Have the process end."""
         with suppress(BrokenPipeError):
             self._in.close()
         self._process.terminate()
+
+    def end(self) -> None:
+        """End the process if it has not."""
+        self.dismiss()
         try:
             self._process.wait(END_PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -165,6 +177,8 @@ class Team:
 
     def end(self) -> None:
         """End all processes."""
+        for child in self._children:
+            child.dismiss()
         for child in list(self._children):
             self._drop(child)
         self._selector.close()
