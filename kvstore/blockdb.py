@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 
 import lmdb
 
-from kvstore.environment import POLL_SECONDS
 from kvstore.following import Following
+from kvstore.lifetime import POLL_SECONDS
 from kvstore.quarantine import Quarantine
 from kvstore.record import MAX_HEADER_BYTES, Header, chunk_key, parse_header
 from kvstore.results import Rejection

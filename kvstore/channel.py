@@ -133,5 +133,5 @@ NO_CHANNEL: Final = cast(
 
 
 def question_blobs(question: Question) -> list[Any]:
-    """A question's blobs; `start` goes beside them, and `hash_above` where there is a parent."""
+    """A question's blobs; `start` goes beside them."""
     return [question.shape.encode(), *pack_strings(question.hashes), as_words(question.valid), question.parent or b""]

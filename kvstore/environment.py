@@ -19,12 +19,11 @@ from kvstore.errors import (
     KVStoreError,
     StoreAlreadyOpen,
     StoreBusy,
-    StoreClosed,
     StoreDamaged,
-    StoreForked,
     StorePathError,
     StorePermissionError,
 )
+from kvstore.lifetime import POLL_SECONDS, Lifetime
 from kvstore.memory import check_mappable, keep_freed_memory
 from kvstore.storefile import (
     DATA_NAME,
@@ -58,12 +57,9 @@ DATABASES: Final = (b"meta", b"index", b"payload", b"quarantine")
 CLOSE_TIMEOUT: Final = 60.0
 HOLD_PATIENCE_S: Final = 30.0
 REVIVE_PATIENCE_S: Final = 5.0
-POLL_SECONDS: Final = 0.002
-"""How often a call that waits for others looks again. No condition variable: a signal may raise inside its Python code
-and leave its lock held."""
 
 
-class Environment:
+class Environment(Lifetime):
     """One shard's LMDB environment and STORE file. Every transaction lies inside a call that has entered.
 
     Any thread may call it; writes take turns. A shard has one writer, which holds the lock of its STORE file, and is
@@ -72,17 +68,16 @@ class Environment:
     """
 
     def __init__(self, folder: Path, capacity_bytes: int, sync: bool, writable: bool) -> None:
-        self.folder, self.sync, self.writable = folder, sync, writable
+        super().__init__(folder)
+        self.sync, self.writable = sync, writable
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
         self.emptied = False
         self.oversized = False
         """Whether the file is larger than the capacity: until `compact`, LMDB maps all of it."""
         if writable:
             check_mappable(self.capacity_bytes)
-        self._pid = os.getpid()
         self._gate = threading.Lock()
-        self.calls: set[object] = set()
-        self._closing, self._closed = False, False
+        self._closed = False
         self._maps = 0
         self._waiting: set[object] = set()
         self._broken = False
@@ -208,26 +203,6 @@ class Environment:
             return StorePathError(f"{self.folder}: LMDB cannot make its file: {error}: is the file system full?")
         return StoreDamaged(f"{self.folder}: LMDB cannot open it: {error}; restore it, or remove the folder")
 
-    @property
-    def forked(self) -> bool:
-        """Whether this process is a fork of the one that opened the shard."""
-        return os.getpid() != self._pid
-
-    @property
-    def closing(self) -> bool:
-        """Whether close was called."""
-        return self._closing
-
-    def check_open(self) -> None:
-        """Raise StoreForked in the child of a fork, StoreClosed after close. Takes no lock, which a fork may hold."""
-        if self.forked:
-            raise StoreForked(
-                f"{self.folder} was opened by process {self._pid}, this is its fork {os.getpid()}: let the child open a "
-                "shard of its own, or spawn it instead of forking"
-            )
-        if self._closing:
-            raise StoreClosed(f"{self.folder} was closed: open the store again")
-
     def enter(self, token: object) -> None:
         """Hold the environment open for a whole call of the store; read and write transactions lie inside one.
 
@@ -331,15 +306,9 @@ class Environment:
         if self.forked:
             return
         self._closing = True
-        deadline = time.monotonic() + CLOSE_TIMEOUT
-        while self.calls and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        self._wait_for_calls(time.monotonic() + CLOSE_TIMEOUT)
         with self._gate:
-            if self.calls:
-                raise StoreBusy(
-                    f"{self.folder}: {len(self.calls)} calls are still in flight after {CLOSE_TIMEOUT:.0f} seconds: the "
-                    "shard is left open; close it again when they have ended"
-                )
+            self._check_ended(CLOSE_TIMEOUT)
             if not self._closed:
                 self._shut()
 

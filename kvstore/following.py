@@ -10,8 +10,9 @@ from typing import Any, Final
 import lmdb
 
 from kvstore.compaction import Compactable
-from kvstore.environment import POLL_SECONDS, REVIVE_PATIENCE_S
+from kvstore.environment import REVIVE_PATIENCE_S
 from kvstore.errors import KVStoreError
+from kvstore.lifetime import POLL_SECONDS
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from kvstore.blockdb import BlockDB
 from kvstore.codec import codec_named
 from kvstore.config import NO_EVICTION, StoreConfig
 from kvstore.counters import Refused
-from kvstore.errors import ConfigError, IdentityError
+from kvstore.errors import IdentityError
 from kvstore.evicting import drop_records, evict_blocks, shrink
 from kvstore.fetching import Fetching
 from kvstore.identity import identity_digest
@@ -122,8 +122,7 @@ class InlineStorage:
             keeper.touch(keeper.chain(shape.prefix, hashes, 0, None))
 
     def evict(self, blocks: int) -> int:
-        if self.shard.keeper is None:
-            raise ConfigError(f'{self.shard.db.folder} was opened with eviction="none": open it with a policy')
+        assert self.shard.keeper is not None, "KVStore refuses to evict from a shard that was opened without a policy"
         return evict_blocks(self.shard, self.shard.keeper, blocks)
 
     def clear(self) -> int:

@@ -88,21 +88,11 @@ class Link:
             "folder": str(opening.folder),
             "config": asdict(opening.config),
             "writable": opening.writable,
+            "now": opening.clock(),
+            "log_level": log.getEffectiveLevel(),
         }
         keys, sequences = pack_strings([k for k, _ in refused]), b"".join(s for _, s in refused)
-        self._control.send(
-            Message(
-                Kind.OPEN,
-                0,
-                {
-                    **fields,
-                    "config": asdict(opening.config),
-                    "now": opening.clock(),
-                    "log_level": log.getEffectiveLevel(),
-                },
-                [opening.identity_json, *keys, sequences],
-            )
-        )
+        self._control.send(Message(Kind.OPEN, 0, fields, [opening.identity_json, *keys, sequences]))
         patience_s = max(self.timeout_s, START_PATIENCE_S)
         while (message := self._heard(patience_s)).kind != Kind.READY:
             self.notes(message.fields)

@@ -26,6 +26,7 @@ PROTOCOL: Final = 1
 """Raised with every change of what is said: kvstore may have been upgraded since the engine started."""
 MAGIC: Final = 0x5653564B
 HEAD: Final = struct.Struct("<IHHQQQ")
+HASH: Final = struct.Struct("<Q")
 LENGTH: Final = struct.Struct("<I")
 TIMEVAL: Final = struct.Struct("@ll")
 MAX_BODY: Final = 2**28
@@ -70,13 +71,14 @@ class Message:
 def encode(message: Message) -> bytes:
     """A message's bytes, without its descriptors."""
     blobs = [memoryview(blob).cast("B") for blob in message.blobs]
-    text = json.dumps({**message.fields, "_": [len(blob) for blob in blobs]}, separators=(",", ":")).encode()
-    body = b"".join(blobs if message.kind in WORDS else (LENGTH.pack(len(text)), text, *blobs))
+    body = b"".join(blobs if message.kind in WORDS else (*_described(message.fields, blobs), *blobs))
     head = HEAD.pack(MAGIC, message.kind, len(message.descriptors), message.request, len(body), 0)[:-8]
-    return head + LENGTH_HASH.pack(_hash(head, body)) + body
+    return head + HASH.pack(_hash(head, body)) + body
 
 
-LENGTH_HASH: Final = struct.Struct("<Q")
+def _described(fields: Mapping[str, Any], blobs: Sequence[memoryview]) -> tuple[bytes, bytes]:
+    text = json.dumps({**fields, "_": [len(blob) for blob in blobs]}, separators=(",", ":")).encode()
+    return LENGTH.pack(len(text)), text
 
 
 def _hash(head: bytes | memoryview, body: bytes | memoryview) -> int:

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from kvstore.channel import understood
 from kvstore.counters import Counters, Refused
-from kvstore.errors import KVStoreError, StoreBusy, StoreClosed, StoreForked
+from kvstore.errors import KVStoreError
 from kvstore.inline import Opening
+from kvstore.lifetime import POLL_SECONDS, Lifetime
 from kvstore.messages import (
     Kind,
     Late,
@@ -30,10 +31,9 @@ from kvstore.watching import Watch
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S: Final = 60.0
-POLL_SECONDS: Final = 0.002
 
 
-class RemoteStorage:
+class RemoteStorage(Lifetime):
     """Storage in an I/O process that is started with it, and again whenever it ends.
 
     Owned by one Front. Any thread may call it. One thread of its own starts, watches and reaps the process, which ends
@@ -42,12 +42,12 @@ class RemoteStorage:
     """
 
     def __init__(self, opening: Opening) -> None:
-        self.folder, self.clock = opening.folder, opening.clock
-        self.calls: set[object] = set()
+        super().__init__(opening.folder)
+        self.clock = opening.clock
         self.counters, self.refused = Counters(), Refused()
         # The engine may change its working directory before the process is started again.
         opening = replace(opening, folder=opening.folder.absolute())
-        self._pid, self._closing, self._given_up = os.getpid(), False, False
+        self._given_up = False
         self._claimed = claim(opening.folder)
         self._watch = Watch(opening, self.counters, self.refused)
         self._ended = weakref.finalize(self, _give_up, self._watch, self._claimed, self._pid)
@@ -62,19 +62,6 @@ class RemoteStorage:
     def process_id(self) -> int | None:
         link = self._watch.link
         return None if link is None else link.process.pid
-
-    @property
-    def forked(self) -> bool:
-        return os.getpid() != self._pid
-
-    def check_open(self) -> None:
-        if self.forked:
-            raise StoreForked(
-                f"{self.folder} was opened by process {self._pid}, this is its fork {os.getpid()}: let the child open a "
-                "shard of its own, or spawn it instead of forking"
-            )
-        if self._closing:
-            raise StoreClosed(f"{self.folder} was closed: open the store again")
 
     def enter(self, token: object) -> None:
         self.calls.add(token)
@@ -138,13 +125,8 @@ class RemoteStorage:
             return
         self._closing = True
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while self.calls and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        if self.calls:
-            raise StoreBusy(
-                f"{self.folder}: {len(self.calls)} calls are still in flight after {CLOSE_TIMEOUT_S:.0f} seconds: the "
-                "shard is left open; close it again when they have ended"
-            )
+        self._wait_for_calls(deadline)
+        self._check_ended(CLOSE_TIMEOUT_S)
         if self._ended.detach():
             try:
                 self._watch.close()

@@ -31,6 +31,7 @@ from kvstore.messages import (
 from kvstore.results import Rejection
 from kvstore.shape import GroupShape
 from kvstore.sharedmemory import mapped
+from kvstore.staging import HostBuffer
 from kvstore.storage import Question
 from kvstore.storing import Storing
 
@@ -74,19 +75,12 @@ def described(error: Exception) -> dict[str, Any]:
     return {"error": type(error).__name__, "text": str(error)}
 
 
-class SharedBuffer:
-    """Memory of the engine's that this process maps."""
-
-    def __init__(self, memory: Bytes) -> None:
-        self.memory = memory
-
-
 class Server:
     """The shard, and what its channels share. Any thread may use it."""
 
     def __init__(self, storage: InlineStorage, beside: Beside) -> None:
         self.storage, self.beside = storage, beside
-        self._memory: dict[tuple[int, int], SharedBuffer] = {}
+        self._memory: dict[tuple[int, int], HostBuffer] = {}
         self._shapes: dict[bytes, GroupShape] = {}
 
     def attach(self, connection: Connection) -> None:
@@ -99,7 +93,7 @@ class Server:
         known = self._shapes.get(data)
         return known if known is not None else self._shapes.setdefault(data, GroupShape.decode(data))
 
-    def buffers(self, message: Message) -> list[SharedBuffer]:
+    def buffers(self, message: Message) -> list[HostBuffer]:
         """The memory that a request names, mapped once. Its descriptors are closed."""
         try:
             named = [(int(name), int(nbytes)) for name, nbytes in message.fields.get("memory", ())]
@@ -109,9 +103,11 @@ class Server:
             for descriptor in message.descriptors:
                 os.close(descriptor)
 
-    def _mapped(self, key: tuple[int, int], descriptor: int) -> SharedBuffer:
+    def _mapped(self, key: tuple[int, int], descriptor: int) -> HostBuffer:
         known = self._memory.get(key)
-        return known if known is not None else self._memory.setdefault(key, SharedBuffer(mapped(descriptor, key[1])))
+        return (
+            known if known is not None else self._memory.setdefault(key, HostBuffer(key[1], mapped(descriptor, key[1])))
+        )
 
     def answer_fields(self) -> dict[str, Any]:
         """What goes beside an answer."""
@@ -133,7 +129,7 @@ class Ring:
         self,
         connection: Connection,
         request: int,
-        buffers: Sequence[SharedBuffer],
+        buffers: Sequence[HostBuffer],
         question: Question,
         room: int,
         patience_s: float,

@@ -212,7 +212,7 @@ class Storage(Protocol):
         """A request came that wants these blocks, from position 0. Raises Unavailable."""
 
     def evict(self, blocks: int) -> int:
-        """Evict so many; how many went. Raises ConfigError, StorePathError, Unavailable."""
+        """Evict so many, of a shard with a policy; how many went. Raises StorePathError, Unavailable."""
 
     def clear(self) -> int:
         """Delete every record; how many there were. Raises StorePathError, Unavailable."""

@@ -20,16 +20,26 @@ MAX_LINES = 400
 RANKS: tuple[tuple[str, ...], ...] = (
     # words and errors
     ("breaker", "errors", "eviction_table", "results", "loops_numba", "planes_numpy", "space"),
-    ("checksum", "eviction_hazard", "eviction_order", "eviction_types", "memory", "planes_numba", "storefile"),
+    (
+        "checksum",
+        "eviction_hazard",
+        "eviction_order",
+        "eviction_types",
+        "lifetime",
+        "memory",
+        "planes_numba",
+        "storefile",
+    ),
     ("eviction_entries", "planes"),
     ("codec", "eviction_leaves"),
     ("eviction_choice",),
     ("eviction_base",),
     ("eviction",),
     ("config", "environment", "identity", "layout"),
-    ("cache", "messages", "sharedmemory"),
+    ("group", "messages", "sharedmemory"),
+    ("cache",),
     # one block: its bytes in the cache, its bytes on disk
-    ("geometry", "span"),
+    ("geometry", "replicas", "span"),
     ("loops_numpy", "record"),
     ("counters", "reports", "shape", "snapshot"),
     ("kernels",),
@@ -83,7 +93,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     # command lines
     ("tools",),
     ("tools.bench_limits", "tools.bench_report", "tools.bench_subject"),
-    ("tools.bench_busy", "tools.bench_steady"),
+    ("tools.bench_busy", "tools.bench_fsck", "tools.bench_steady"),
     ("tools.gpu_device", "tools.gpu_report", "tools.gpu_torch"),
     ("tools.gpu_host_cost", "tools.gpu_memory", "tools.gpu_transfers"),
     ("tools.gpu_cases",),
@@ -224,7 +234,7 @@ def test_blockdb_alone_opens_lmdb_environments() -> None:
     openers = {m for m, tree in TREES.items() if "lmdb.open(" in ast.unparse(tree) and not inside(m, OUTER)}
     assert openers == {"kvstore.environment", "kvstore.fsck.reading"}, "a check reads files that no BlockDB would open"
     users = {m for m, tree in TREES.items() if "kvstore.environment" in imports(tree) and not inside(m, OUTER)}
-    assert users == {"kvstore.blockdb", "kvstore.compaction", "kvstore.following", "kvstore.fsck.reading"}
+    assert users == {"kvstore.compaction", "kvstore.following", "kvstore.fsck.reading"}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
