@@ -119,7 +119,7 @@ def _unlikely(snapshot: ReadView, header: Header) -> Rejection | None:
     directory = snapshot.chunk(header.sequence, 0)
     if directory is None or len(directory) < 8 * slices:
         return Rejection("storage_hash", f"directory: missing, or too short for {slices} slices")
-    if layer_twice(header.geometry):
+    if slice_twice(header.geometry):
         return Rejection("header", "its geometry names a layer twice, under a header hash that is right")
     return None
 
@@ -144,10 +144,14 @@ def sound_runs(runs: Iterable[tuple[int, ...]]) -> bool:
     )
 
 
-def layer_twice(geometry: bytes) -> bool:
-    """Whether a geometry names a layer twice. Of one that has at most MAX_SLICES."""
-    layers = [shape.layer for shape in decode_geometry(geometry)]
-    return len(set(layers)) != len(layers)
+def slice_twice(geometry: bytes) -> bool:
+    """Whether a geometry names a slice twice. Of one that has at most MAX_SLICES."""
+    ends: dict[int, int] = {}
+    for shape in decode_geometry(geometry):
+        if shape.first_head < ends.get(shape.layer, 0):
+            return True
+        ends[shape.layer] = shape.first_head + shape.heads
+    return False
 
 
 def _decoded(snapshot: ReadView, header: Header, plan: ChunkPlan, directory: Directory) -> Bytes | Rejection:

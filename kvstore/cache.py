@@ -2,118 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
 import torch
 
-from kvstore.checksum import MAX_KV_HEADS_PER_LAYER, UInt64Array, slice_factors
+from kvstore.checksum import MAX_KV_HEADS_PER_LAYER, ReplicaKey
 from kvstore.errors import InvalidCache, UnknownGroup, UnsupportedCache, UnsupportedDevice
-from kvstore.identity import LAYER_TYPES, LayerSpec, layer_number
-from kvstore.layout import LayerPlanes, LayerTensors, Plane, check_layout, take_apart
+from kvstore.group import CPU as CPU
+from kvstore.group import CacheGroup as CacheGroup
+from kvstore.group import LayerCache as LayerCache
+from kvstore.group import Slice as Slice
+from kvstore.group import shared_memory as shared_memory
+from kvstore.identity import LAYER_TYPES, heads_before, layer_number
+from kvstore.layout import LayerPlanes, LayerTensors, check_layout, take_apart
 
-CPU = torch.device("cpu")
+log = logging.getLogger(__name__)
 MAX_GROUP = 2**16 - 1
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer of a group: its number in the model, its heads (global numbers first_head to first_head + heads
-    - 1) and the planes that hold their K and V."""
-
-    name: str
-    number: int
-    type: str
-    dtype: str
-    first_head: int
-    heads: int
-    k: Plane
-    v: Plane
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of one token's K and V in one head."""
-        return self.k.nbytes + self.v.nbytes
-
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        """The planes that hold a cell, in its order: one where K and V of a token are one run, else two."""
-        k, v = self.k, self.v
-        follows = v.address == k.address + k.channels * k.channel_stride and replace(
-            v, address=0, channels=0
-        ) == replace(k, address=0, channels=0)
-        if v.channels and not follows:
-            return (k, v)
-        return (replace(k, channels=k.channels + v.channels),)
-
-    def spec(self, group: int) -> LayerSpec:
-        """The layer as an identity describes it, where this cache holds all its heads."""
-        return LayerSpec(self.name, self.type, self.dtype, self.heads, self.k.nbytes, self.v.nbytes, group)
-
-
-@dataclass(frozen=True)
-class Slice:
-    """One layer and one head of a block, in canonical order: `layer` and `head` are global numbers, `row` the
-    layer's index in its group, `local_head` the head's in its layer, `nbytes` the bytes of block_size tokens."""
-
-    layer: int
-    head: int
-    row: int
-    local_head: int
-    nbytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class CacheGroup:
-    """One KV cache group: layers in order of number, then name; all with the same blocks and block size.
-
-    Immutable and safe to share between threads; compares and hashes by identity.
-    """
-
-    number: int
-    layers: tuple[LayerCache, ...]
-    block_size: int
-    num_blocks: int
-    device: torch.device = CPU
-
-    @cached_property
-    def slices(self) -> tuple[Slice, ...]:
-        """The slices of a block in canonical order: head by head (global number), in it layer by layer."""
-        rows = [
-            Slice(layer.number, layer.first_head + h, row, h, layer.cell_bytes * self.block_size)
-            for row, layer in enumerate(self.layers)
-            for h in range(layer.heads)
-        ]
-        return tuple(sorted(rows, key=lambda s: (s.head, s.row)))
-
-    @cached_property
-    def factors(self) -> UInt64Array:
-        """m of each slice, (slices,) uint64."""
-        return slice_factors([s.layer for s in self.slices], [s.head for s in self.slices])
-
-    @cached_property
-    def slice_bytes(self) -> tuple[int, ...]:
-        """Bytes of each slice, in canonical order."""
-        return tuple(s.nbytes for s in self.slices)
-
-    @cached_property
-    def offsets(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Offset of each slice in a block's canonical bytes, and their end: (slices + 1,) int64."""
-        return np.concatenate(([0], np.cumsum(self.slice_bytes))).astype(np.int64)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one whole block in this group and rank."""
-        return int(self.offsets[-1])
-
-    @cached_property
-    def regular(self) -> bool:
-        """Whether the compiled loops can walk every layer (see Plane.regular)."""
-        return all(layer.k.regular and layer.v.regular for layer in self.layers)
+UNSUPPORTED: Final = ("raise", "skip")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +37,8 @@ class PagedKVCache:
     groups: Mapping[int, CacheGroup]
     tensors: Mapping[str, LayerTensors] = field(repr=False)
     layout: str
+    skipped: Mapping[int, str] = field(default_factory=dict)
+    """Groups that cannot be checksummed, which are not in `groups`, and why."""
 
     @classmethod
     def from_tensors(
@@ -140,6 +50,10 @@ class PagedKVCache:
         *,
         value_channels: int | Mapping[str, int] | None = None,
         layer_types: Mapping[str, str] | None = None,
+        kv_heads: Mapping[str, int] | None = None,
+        replicas: Mapping[str, tuple[int, int]] | None = None,
+        windows: Mapping[int, int] | None = None,
+        unsupported: str = "raise",
     ) -> PagedKVCache:
         """Describe the tensors of a paged cache, one entry a layer.
 
@@ -148,7 +62,13 @@ class PagedKVCache:
         groups: {group number: layer names}, by default all layers in group 0. first_head: {name: global number
         of its first head} of a tensor-parallel rank, by default 0. value_channels: with C, how many of the last
         channels are V; by default half of them, none without an H axis (MLA keeps K alone). layer_types:
-        {name: type}, by default "full".
+        {name: type}, by default "full". kv_heads: {name: its KV heads in the unsharded model}; a rank says so of layer
+        numbers that have several caches, whose heads are numbered one after the other in the order of their names; by
+        default what the tensor has. replicas: {name: (copies, which of them)} of heads that several ranks hold, where these
+        are not the ranks that `kvstore.replicas` takes them for. windows: {group: tokens} that a sliding window looks
+        back. unsupported: "skip" leaves out groups that cannot be checksummed, and `skipped` says why.
+
+        Layers of a group that share one cache count once, as the layer of the lowest number; the others are its `aliases`.
 
         Raises UnknownLayout, and InvalidCache or one of its kinds for what cannot be stored or checksummed.
         """
@@ -157,25 +77,45 @@ class PagedKVCache:
             raise InvalidCache(f"tensors is {type(tensors).__name__}, or empty: expected {{layer name: tensor}}")
         if wrong := unnamed(tensors):
             raise InvalidCache(f"tensors has the key {wrong[0]!r}: expected the model's layer names")
+        if unsupported not in UNSUPPORTED:
+            raise InvalidCache(f"unsupported is {unsupported!r}: expected one of {UNSUPPORTED}")
+        values = value_channels if isinstance(value_channels, Mapping) else dict.fromkeys(tensors, value_channels)
         names = _group_names(tensors, groups)
-        heads = _per_layer("first_head", first_head or {}, tensors)
-        types = _per_layer("layer_types", layer_types or {}, tensors)
-        by_layer = isinstance(value_channels, Mapping)
-        values = _per_layer("value_channels", value_channels, tensors) if by_layer else {}
-        if not by_layer:
-            values = dict.fromkeys(tensors, value_channels)
-        planes = {name: take_apart(name, tensors[name], layout, values.get(name)) for name in tensors}
-        layers = {name: _layer(name, planes[name], heads.get(name, 0), types.get(name, "full")) for name in tensors}
-        made = {number: _group(number, [layers[n] for n in members], planes) for number, members in names.items()}
+        options = _Options(
+            layout,
+            _per_layer("value_channels", values, tensors),
+            _per_layer("first_head", first_head or {}, tensors),
+            _per_layer("layer_types", layer_types or {}, tensors),
+            _per_layer("kv_heads", kv_heads or {}, tensors),
+            _per_layer("replicas", replicas or {}, tensors),
+            _windows(windows or {}, names),
+        )
+        made, skipped = _make_groups(tensors, names, options, skip=unsupported == "skip")
         kept = {n: t if isinstance(t, torch.Tensor) else (t[0], t[1]) for n, t in tensors.items()}
-        return cls(made, kept, layout)
+        return cls(made, kept, layout, skipped)
 
     def group(self, number: int) -> CacheGroup:
-        """The group of that number; raises UnknownGroup."""
-        found = self.groups.get(number) if isinstance(number, int) and not isinstance(number, bool) else None
+        """The group of that number; raises UnknownGroup, and UnsupportedCache for one that was skipped."""
+        known = isinstance(number, int) and not isinstance(number, bool)
+        found = self.groups.get(number) if known else None
+        if known and number in self.skipped:
+            raise UnsupportedCache(f"group {number} cannot be checksummed: {self.skipped[number]}")
         if found is None:
             raise UnknownGroup(f"group {number!r}: this cache has the groups {sorted(self.groups)}")
         return found
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What from_tensors was told, by layer name; windows: by group."""
+
+    layout: str
+    value_channels: dict[str, Any]
+    first_head: dict[str, Any]
+    types: dict[str, Any]
+    kv_heads: dict[str, Any]
+    replicas: dict[str, Any]
+    windows: dict[int, int]
 
 
 def unnamed(names: Iterable[object]) -> list[object]:
@@ -213,8 +153,49 @@ def _group_names(
     return named
 
 
-def _layer(name: str, planes: LayerPlanes, first_head: int, kind: str) -> LayerCache:
-    if not isinstance(first_head, int) or first_head < 0:
+def _windows(given: object, names: Mapping[int, Sequence[str]]) -> dict[int, int]:
+    if not isinstance(given, Mapping):
+        raise InvalidCache(f"windows is {given!r}: expected {{group number: tokens}}")
+    for number, tokens in given.items():
+        if number not in names or not _whole(tokens) or tokens < 1:
+            raise InvalidCache(
+                f"windows[{number!r}] is {tokens!r}: expected a group of this cache, and 1 token or more"
+            )
+    return dict(given)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _make_groups(
+    tensors: Mapping[str, LayerTensors], names: Mapping[int, Sequence[str]], options: _Options, skip: bool
+) -> tuple[dict[int, CacheGroup], dict[int, str]]:
+    """The groups, and those that were skipped with the reason."""
+    made, skipped = dict[int, CacheGroup](), dict[int, str]()
+    for number, members in names.items():
+        try:
+            made[number] = _make_group(number, {name: tensors[name] for name in members}, options)
+        except UnsupportedCache as error:
+            if not skip:
+                raise
+            skipped[number] = str(error)
+            log.warning("group %d cannot be checksummed, so that it is neither stored nor loaded: %s", number, error)
+    return made, skipped
+
+
+def _make_group(number: int, tensors: Mapping[str, LayerTensors], options: _Options) -> CacheGroup:
+    planes = {
+        name: take_apart(name, t, options.layout, options.value_channels.get(name)) for name, t in tensors.items()
+    }
+    layers = [_layer(name, planes[name], options) for name in tensors]
+    return _group(number, _numbered(_without_aliases(layers)), planes, options.windows.get(number))
+
+
+def _layer(name: str, planes: LayerPlanes, options: _Options) -> LayerCache:
+    first_head, kind = options.first_head.get(name, 0), options.types.get(name, "full")
+    kv_heads, replica = options.kv_heads.get(name), options.replicas.get(name)
+    if not _whole(first_head) or first_head < 0:
         raise InvalidCache(
             f"first_head[{name!r}] is {first_head!r}: expected the global number of its first head, 0 or more"
         )
@@ -223,20 +204,56 @@ def _layer(name: str, planes: LayerPlanes, first_head: int, kind: str) -> LayerC
             f"layer {name}: heads {first_head} to {first_head + planes.heads - 1}: the checksum numbers at most "
             f"{MAX_KV_HEADS_PER_LAYER} KV heads a layer"
         )
+    if kv_heads is not None and (not _whole(kv_heads) or kv_heads < first_head + planes.heads):
+        raise InvalidCache(
+            f"kv_heads[{name!r}] is {kv_heads!r}, its tensor has the heads {first_head} to "
+            f"{first_head + planes.heads - 1}: expected the KV heads of the unsharded model"
+        )
     if kind not in LAYER_TYPES or kind == "mamba":
         types = ", ".join(t for t in LAYER_TYPES if t != "mamba")
         raise UnsupportedCache(f"layer {name}: type {kind!r}: a paged cache of tokens has one of {types}")
-    return LayerCache(name, layer_number(name), kind, planes.dtype, first_head, planes.heads, planes.k, planes.v)
+    key = None if replica is None else _replica(name, replica)
+    return LayerCache(
+        *(name, layer_number(name), kind, planes.dtype, first_head, planes.heads, planes.k, planes.v),
+        kv_heads=kv_heads,
+        replica=key,
+    )
 
 
-def _group(number: int, members: list[LayerCache], planes: Mapping[str, LayerPlanes]) -> CacheGroup:
-    layers = sorted(members, key=lambda layer: (layer.number, layer.name))
-    for one, two in itertools.pairwise(layers):
-        if one.number == two.number:
-            raise UnsupportedCache(
-                f"group {number}: {one.name} and {two.name} are both layer {one.number}: this version checksums one cache "
-                "a layer; put them in different groups"
+def _replica(name: str, given: object) -> ReplicaKey:
+    if not isinstance(given, tuple) or len(given) != 2 or not all(map(_whole, given)) or not 0 <= given[1] < given[0]:
+        raise InvalidCache(f"replicas[{name!r}] is {given!r}: expected (copies, which of them, from 0)")
+    return ReplicaKey(*given)
+
+
+def _without_aliases(layers: Sequence[LayerCache]) -> list[LayerCache]:
+    """Layers that have one cache as one, that of the lowest number."""
+    found: dict[object, LayerCache] = {}
+    for layer in sorted(layers, key=lambda layer: (layer.number, layer.name)):
+        place = (layer.k, layer.v, layer.heads)
+        first = found.setdefault(place, layer)
+        if first is layer:
+            continue
+        if (first.first_head, first.type, first.kv_heads) != (layer.first_head, layer.type, layer.kv_heads):
+            raise InvalidCache(
+                f"{first.name} and {layer.name} share one cache, and differ in first_head, layer_types or kv_heads: "
+                "describe both alike"
             )
+        found[place] = replace(first, aliases=(*first.aliases, layer.name))
+    return list(found.values())
+
+
+def _numbered(layers: Sequence[LayerCache]) -> list[LayerCache]:
+    """The layers with their heads numbered behind those of the caches that come before, of the same layer number."""
+    before = heads_before({layer.name: layer.kv_heads or layer.first_head + layer.heads for layer in layers})
+    return [
+        replace(layer, first_head=before[layer.name] + layer.first_head, heads_before=before[layer.name])
+        for layer in layers
+    ]
+
+
+def _group(number: int, members: list[LayerCache], planes: Mapping[str, LayerPlanes], window: int | None) -> CacheGroup:
+    layers = sorted(members, key=lambda layer: (layer.number, layer.name))
     first = planes[layers[0].name]
     for layer in layers:
         own = planes[layer.name]
@@ -250,32 +267,10 @@ def _group(number: int, members: list[LayerCache], planes: Mapping[str, LayerPla
                 f"group {number}: {layer.name} is on {own.device}, {layers[0].name} on {first.device}: a group lies on one "
                 "device; put the layers of each device into a group of their own"
             )
-    made = CacheGroup(number, tuple(layers), first.tokens, first.blocks, first.device)
+    made = CacheGroup(number, tuple(layers), first.tokens, first.blocks, first.device, window)
     if shared := shared_memory(made):
         raise UnsupportedCache(
             f"group {number}: {shared[0]} and {shared[1]} share memory: each needs bytes of its own in every block; name a "
             "tensor once, or put layers that share one on purpose into different groups"
         )
     return made
-
-
-def shared_memory(group: CacheGroup) -> tuple[str, str] | None:
-    """Two planes of a group that share bytes, as "layer K" and "layer V"; None where there are none.
-
-    Groups may share memory: an engine gives them different blocks of it.
-    """
-    planes = [
-        (plane, (group.num_blocks, layer.heads, group.block_size), f"{layer.name} {letter}")
-        for layer in group.layers
-        for letter, plane in (("K", layer.k), ("V", layer.v))
-        if plane.channels
-    ]
-    planes.sort(key=lambda entry: entry[0].address)
-    for index, (plane, sizes, name) in enumerate(planes):
-        end = plane.end(sizes)
-        for above, above_sizes, other in planes[index + 1 :]:
-            if above.address >= end:
-                break
-            if plane.shares_bytes(above, sizes, above_sizes):
-                return name, other
-    return None

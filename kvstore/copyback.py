@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.cache import CacheGroup, PagedKVCache
+from kvstore.cache import CacheGroup, LayerCache, PagedKVCache
 from kvstore.checksum import UInt64Array
 from kvstore.hostpath import STAGED_ONLY, host_path
 from kvstore.layout import LayerTensors
@@ -72,11 +73,12 @@ class CopyBackPath:
         self._mirror = PagedKVCache.from_tensors(
             {name: self._mirrored(cache.tensors[name], cache.layout) for name in layers},
             cache.layout,
-            first_head={name: layer.first_head for name, layer in layers.items()},
             value_channels={name: layer.v.channels for name, layer in layers.items()} if packed else None,
             layer_types={name: layer.type for name, layer in layers.items()},
         )
-        self._path = host_path(self._mirror.group(0))
+        mirrored = self._mirror.group(0)
+        self._group = replace(mirrored, layers=tuple(_numbered_as(layers[m.name], m) for m in mirrored.layers))
+        self._path = host_path(self._group)
 
     def _mirrored(self, tensors: LayerTensors, layout: str) -> LayerTensors:
         if isinstance(tensors, torch.Tensor):
@@ -87,7 +89,7 @@ class CopyBackPath:
         return pair[0].mirror, pair[1].mirror
 
     def checksum(self, span: Span) -> UInt64Array:
-        sums = [np.empty((0, len(self._mirror.group(0).slices)), np.uint64)]
+        sums = [np.empty((0, len(self._group.slices)), np.uint64)]
         for _, part, here in self._parts(span):
             with self._lock:
                 self._fetch(part)
@@ -125,3 +127,7 @@ class CopyBackPath:
         for first in range(0, len(span), self._step):
             part = span.take(np.arange(first, min(first + self._step, len(span))))
             yield first, part, Span(part.start, np.arange(len(part), dtype=np.int64), part.first_tokens, part.valid)
+
+
+def _numbered_as(layer: LayerCache, mirror: LayerCache) -> LayerCache:
+    return replace(mirror, first_head=layer.first_head, heads_before=layer.heads_before)

@@ -162,6 +162,24 @@ def layer_number(name: str) -> int:
     return numbers[0]
 
 
+def heads_before(kv_heads: Mapping[str, int]) -> dict[str, int]:
+    """Of each layer name of a group the heads that are numbered before its own: those of the caches of the same layer
+    number whose names come first. kv_heads: by name, in the unsharded model. Raises UnsupportedCache."""
+    before, ends = dict[str, int](), dict[int, int]()
+    for name in sorted(kv_heads):
+        number = layer_number(name)
+        before[name] = ends.get(number, 0)
+        ends[number] = before[name] + kv_heads[name]
+    for number, heads in ends.items():
+        if heads > MAX_KV_HEADS_PER_LAYER:
+            names = ", ".join(name for name in sorted(kv_heads) if layer_number(name) == number)
+            raise UnsupportedCache(
+                f"layer {number} ({names}) has {heads} KV heads: the checksum numbers at most {MAX_KV_HEADS_PER_LAYER} a "
+                "layer"
+            )
+    return before
+
+
 @dataclass(frozen=True)
 class Rank:
     """One worker of a tensor- and pipeline-parallel engine. Raises ConfigError out of range."""

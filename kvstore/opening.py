@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvstore.cache import PagedKVCache
+from kvstore.cache import LayerCache, PagedKVCache
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, IdentityError, InvalidCache, StorePathError, UnsupportedCache
-from kvstore.identity import CacheIdentity, LayerSpec, Rank
+from kvstore.identity import CacheIdentity, LayerSpec, Rank, heads_before
 from kvstore.storefile import path_errors
 
 
@@ -51,7 +51,7 @@ def complete_identity(identity: CacheIdentity, cache: PagedKVCache, rank: Rank) 
     """The identity with the unsharded model's layers, from a cache that holds them all."""
     if identity.layers is not None:
         return identity
-    shifted = [layer.name for group in cache.groups.values() for layer in group.layers if layer.first_head]
+    shifted = [layer.name for group in cache.groups.values() for layer in group.layers if layer.own_first_head]
     if not rank.whole or shifted:
         raise IdentityError(
             f"rank {rank.folder} holds a part of the model, and the identity has no layers: pass "
@@ -61,20 +61,31 @@ def complete_identity(identity: CacheIdentity, cache: PagedKVCache, rank: Rank) 
 
 
 def check_layers(cache: PagedKVCache, identity: CacheIdentity) -> None:
+    """Raise IdentityError or UnsupportedCache where a cache is no part of the identity's model."""
     known = {layer.name: layer for layer in identity.layers or ()}
     for group in cache.groups.values():
         for layer in group.layers:
-            own, model = layer.spec(group.number), known.get(layer.name)
-            if model is None:
+            if layer.name not in known:
                 raise IdentityError(f"layer {layer.name} is not one of the identity's {len(known)} layers")
-            if (own.type, own.dtype, own.k_bytes, own.v_bytes, own.group) != (
-                *(model.type, model.dtype, model.k_bytes, model.v_bytes, model.group),
-            ):
+            _check_layer(layer, group.number, known[layer.name])
+        numbered = heads_before({name: layer.kv_heads for name, layer in known.items() if layer.group == group.number})
+        for layer in group.layers:
+            if layer.heads_before != numbered[layer.name]:
                 raise IdentityError(
-                    f"layer {layer.name} is {own} in the cache, {model} in the identity: they must agree"
+                    f"layer {layer.name}: its heads are numbered from {layer.heads_before} on in the cache, from "
+                    f"{numbered[layer.name]} on in the identity, which has other caches of this layer number, or other "
+                    "heads of them: pass kv_heads={name: KV heads in the unsharded model} with the cache"
                 )
-            if layer.first_head + layer.heads > model.kv_heads:
-                raise UnsupportedCache(
-                    f"layer {layer.name} has the heads {layer.first_head} to {layer.first_head + layer.heads - 1} in the "
-                    f"cache, the model has {model.kv_heads}: check first_head"
-                )
+
+
+def _check_layer(layer: LayerCache, group: int, model: LayerSpec) -> None:
+    own = layer.spec(group)
+    fields = ("type", "dtype", "k_bytes", "v_bytes", "group")
+    if any(getattr(own, name) != getattr(model, name) for name in fields):
+        raise IdentityError(f"layer {layer.name} is {own} in the cache, {model} in the identity: they must agree")
+    end = layer.own_first_head + layer.heads
+    if end > model.kv_heads or layer.kv_heads not in (None, model.kv_heads):
+        raise UnsupportedCache(
+            f"layer {layer.name} has the heads {layer.own_first_head} to {end - 1} of {layer.kv_heads or 'the model'} in "
+            f"the cache, the model has {model.kv_heads}: check first_head and kv_heads"
+        )

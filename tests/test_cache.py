@@ -71,9 +71,92 @@ def test_groups_have_blocks_and_sizes_of_their_own() -> None:
 def test_one_layer_number_may_be_in_two_groups() -> None:
     tensors = layer_tensors("BHNC", layers=1) | {"model.layers.0.indexer": torch.zeros(8, 1, 4, 32, dtype=torch.uint8)}
     names = list(tensors)
-    with pytest.raises(UnsupportedCache, match="both layer 0"):
-        PagedKVCache.from_tensors(tensors, "BHNC")
     assert set(PagedKVCache.from_tensors(tensors, "BHNC", groups={0: names[:1], 1: names[1:]}).groups) == {0, 1}
+
+
+def several_caches(first: int, heads: int, kv_heads: dict[str, int] | None = None) -> PagedKVCache:
+    """Heads first to first + heads - 1 of an attention of 4, all of an indexer of 1 and of a second one of 2, of layer 3."""
+    sizes = {"layers.3.attn": heads, "layers.3.a_indexer": 1, "layers.3.second": 2}
+    tensors = {name: torch.zeros(8, count, 4, 32, dtype=torch.uint8) for name, count in sizes.items()}
+    return PagedKVCache.from_tensors(tensors, "BHNC", first_head={"layers.3.attn": first}, kv_heads=kv_heads)
+
+
+def test_caches_of_one_layer_number_their_heads_one_after_the_other_by_name() -> None:
+    group = several_caches(0, 4).group(0)
+    assert [(layer.name, layer.first_head) for layer in group.layers] == [
+        ("layers.3.a_indexer", 0),
+        ("layers.3.attn", 1),
+        ("layers.3.second", 5),
+    ]
+    assert [(s.layer, s.head) for s in group.slices] == [(3, head) for head in range(7)]
+
+
+def test_a_rank_numbers_the_heads_of_its_caches_as_the_whole_model_does() -> None:
+    rank = several_caches(2, 2, {"layers.3.attn": 4}).group(0)
+    assert [s.head for s in rank.slices] == [0, 3, 4, 5, 6]
+    assert [layer.own_first_head for layer in rank.layers] == [0, 2, 0]
+    assert [s.head for s in several_caches(0, 2, {"layers.3.attn": 4}).group(0).slices] == [0, 1, 2, 5, 6]
+
+
+def test_all_heads_of_a_layer_count_towards_the_most_that_it_may_have() -> None:
+    with pytest.raises(UnsupportedCache, match=r"layer 3 \(.*layers.3.attn.*\) has 65539 KV heads: .* at most 65536"):
+        several_caches(0, 4, {"layers.3.attn": 2**16})
+
+
+@pytest.mark.parametrize("kv_heads", [{"layers.3.attn": 3}, {"layers.3.attn": 2.5}, {"layers.3.attn": True}])
+def test_kv_heads_must_be_as_many_as_the_tensor_shows(kv_heads: dict[str, Any]) -> None:
+    with pytest.raises(InvalidCache, match="kv_heads"):
+        several_caches(2, 2, kv_heads)
+
+
+def test_layers_that_share_a_cache_count_once_under_the_lowest_number() -> None:
+    shared = torch.zeros(8, 2, 4, 32, dtype=torch.uint8)
+    own = torch.zeros(8, 2, 4, 32, dtype=torch.uint8)
+    cache = PagedKVCache.from_tensors(
+        {"layers.7": shared, "layers.2": shared, "layers.4": own, "layers.3": shared}, "BHNC"
+    )
+    layers = cache.group(0).layers
+    assert [(layer.name, layer.aliases) for layer in layers] == [
+        ("layers.2", ("layers.3", "layers.7")),
+        ("layers.4", ()),
+    ]
+
+
+def test_layers_that_share_a_cache_must_be_described_alike() -> None:
+    shared = torch.zeros(8, 2, 4, 32, dtype=torch.uint8)
+    with pytest.raises(InvalidCache, match=r"layers\.0 and layers\.1 share one cache"):
+        PagedKVCache.from_tensors({"layers.0": shared, "layers.1": shared}, "BHNC", layer_types={"layers.1": "sliding"})
+
+
+def test_a_group_that_cannot_be_checksummed_is_skipped_with_its_reason_where_that_is_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tensors = layer_tensors("BHNC", layers=1) | {"model.embed": torch.zeros(8, 1, 4, 32, dtype=torch.uint8)}
+    groups = {0: ["model.layers.0.self_attn.attn"], 3: ["model.embed"]}
+    with pytest.raises(UnsupportedCache, match="0 numbers in its name"):
+        PagedKVCache.from_tensors(tensors, "BHNC", groups)
+    cache = PagedKVCache.from_tensors(tensors, "BHNC", groups, unsupported="skip")
+    assert set(cache.groups) == {0}
+    assert "0 numbers in its name" in cache.skipped[3]
+    assert caplog.text.count("group 3 cannot be checksummed") == 1
+    with pytest.raises(UnsupportedCache, match=r"group 3 cannot be checksummed: .*model\.embed"):
+        cache.group(3)
+
+
+@pytest.mark.parametrize("windows", [3, {1: 8}, {0: 0}, {0: True}, {0: "8"}])
+def test_a_window_is_a_groups_and_a_number_of_tokens(windows: Any) -> None:
+    assert PagedKVCache.from_tensors(layer_tensors("BHNC"), "BHNC", windows={0: 8}).group(0).window == 8
+    with pytest.raises(InvalidCache, match="windows"):
+        PagedKVCache.from_tensors(layer_tensors("BHNC"), "BHNC", windows=windows)
+
+
+@pytest.mark.parametrize("given", [(0, 0), (2, 2), (2, -1), (2,), "ab", 3, (2.0, 1)])
+def test_replicas_are_a_number_of_copies_and_which_of_them(given: Any) -> None:
+    name = next(iter(layer_tensors("BHNC")))
+    known = PagedKVCache.from_tensors(layer_tensors("BHNC"), "BHNC", replicas={name: (2, 1)})
+    assert known.group(0).layers[0].replica == (2, 1)
+    with pytest.raises(InvalidCache, match="replicas"):
+        PagedKVCache.from_tensors(layer_tensors("BHNC"), "BHNC", replicas={name: given})
 
 
 @pytest.mark.parametrize(
@@ -111,7 +194,7 @@ def overlapping() -> dict[str, tuple[dict[str, Any], str]]:
     big = torch.zeros(9, 2, 4, 48, dtype=torch.uint8)
     one, two = big[:-1, ..., :32], big[1:, ..., :32]
     return {
-        "one tensor twice": ({"layers.0": one, "layers.1": one}, "BHNC"),
+        "one tensor twice, seen otherwise": ({"layers.0": one, "layers.1": one[..., :16]}, "BHNC"),
         "K and V are one": (pair(one, one), "BHND"),
         "V a block after K": (pair(one, two), "BHND"),
         "V some channels after K": (pair(big[..., :32], big[..., 16:]), "BHND"),

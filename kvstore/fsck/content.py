@@ -19,7 +19,14 @@ from kvstore.codec import CODECS
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.fsck.stages import NOT_CHECKED, Problem, untagged
 from kvstore.geometry import decode_geometry, describe
-from kvstore.identity import IDENTITY_ID_BYTES, LayerSpec, identity_digest, layer_number, layers_fingerprint
+from kvstore.identity import (
+    IDENTITY_ID_BYTES,
+    LayerSpec,
+    heads_before,
+    identity_digest,
+    layer_number,
+    layers_fingerprint,
+)
 from kvstore.record import Directory, Header
 from kvstore.shape import GroupShape
 from kvstore.snapshot import ReadView
@@ -35,12 +42,25 @@ MAX_LAYERS: Final = 2**16
 NO_IDENTITY: Final = "fingerprints of records whose identity is missing or damaged"
 
 
+class Heads(NamedTuple):
+    """Heads of one cache, from the first one's number to before the end, and bytes of K and V of a token and head."""
+
+    first: int
+    end: int
+    k_bytes: int
+    v_bytes: int
+
+    def within(self, model: Heads) -> bool:
+        """Whether these are some of the model's."""
+        return model.first <= self.first and self.end <= model.end and self[2:] == model[2:]
+
+
 class Members(NamedTuple):
-    """What an identity says of a group: its fingerprint; KV heads, K and V bytes by layer number, None where its layers'
-    names have no numbers of their own."""
+    """What an identity says of a group: its fingerprint; the heads of its caches by layer number, None where its layers'
+    names have no numbers."""
 
     fingerprint: int
-    layers: dict[int, tuple[int, int, int]] | None
+    layers: dict[int, list[Heads]] | None
 
 
 @dataclass(frozen=True)
@@ -125,26 +145,31 @@ def members_of(identity_id: bytes, text: bytes) -> dict[int, Members] | None:
     return {g: Members((layers_fingerprint(own) + salt) & MASK64, _by_number(own)) for g, own in groups.items()}
 
 
-def _by_number(layers: list[LayerSpec]) -> dict[int, tuple[int, int, int]] | None:
+def _by_number(layers: list[LayerSpec]) -> dict[int, list[Heads]] | None:
     try:
-        found = {layer_number(layer.name): (layer.kv_heads, layer.k_bytes, layer.v_bytes) for layer in layers}
+        before = heads_before({layer.name: layer.kv_heads for layer in layers})
+        numbers = {layer.name: layer_number(layer.name) for layer in layers}
     except KVStoreError:
         return None
-    return found if len(found) == len(layers) else None
+    found: dict[int, list[Heads]] = {}
+    for layer in layers:
+        first = before[layer.name]
+        found.setdefault(numbers[layer.name], []).append(
+            Heads(first, first + layer.kv_heads, layer.k_bytes, layer.v_bytes)
+        )
+    return found if len(before) == len(layers) else None
 
 
 @lru_cache(maxsize=64)
-def _geometry_layers(geometry: bytes) -> tuple[tuple[int, int, int, int], ...]:
-    return tuple((s.layer, s.first_head + s.heads, s.k_bytes, s.v_bytes) for s in decode_geometry(geometry))
+def _geometry_layers(geometry: bytes) -> tuple[tuple[int, Heads], ...]:
+    return tuple(
+        (s.layer, Heads(s.first_head, s.first_head + s.heads, s.k_bytes, s.v_bytes)) for s in decode_geometry(geometry)
+    )
 
 
-def _fits(geometry: bytes, known: dict[int, tuple[int, int, int]]) -> bool:
+def _fits(geometry: bytes, known: dict[int, list[Heads]]) -> bool:
     """Whether a record's layers are of an identity's group. A rank's record has some of them, and some of their heads."""
-    for layer, heads, k_bytes, v_bytes in _geometry_layers(geometry):
-        model = known.get(layer)
-        if model is None or heads > model[0] or (k_bytes, v_bytes) != model[1:]:
-            return False
-    return True
+    return all(any(map(stored.within, known.get(layer, ()))) for layer, stored in _geometry_layers(geometry))
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvstore.audit import MAX_SLICES, PREFIX_BYTES, extent, layer_twice, shape_of, sound_numbers, sound_runs
+from kvstore.audit import MAX_SLICES, PREFIX_BYTES, extent, shape_of, slice_twice, sound_numbers, sound_runs
 from kvstore.codec import CODECS
 from kvstore.errors import UnsupportedCache
 from kvstore.geometry import CHUNK_BYTES, MAX_CHUNKS, RUN
@@ -69,8 +69,8 @@ def impossible(block_size: int, geometry: bytes) -> Problem | None:
         return Problem("GEOMETRY", f"its geometry has {raw} bytes a block, more than a record can have")
     if slices > MAX_SLICES:
         return Problem(NOT_CHECKED, f"{slices} slices of {raw} bytes in all")
-    if layer_twice(geometry):
-        return Problem("GEOMETRY", "its geometry names a layer twice, under a header hash that is right")
+    if slice_twice(geometry):
+        return Problem("GEOMETRY", "its geometry names a slice twice, under a header hash that is right")
     try:
         _ = shape_of(block_size, geometry, 0, b"").plan
     except UnsupportedCache as error:
