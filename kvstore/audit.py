@@ -93,7 +93,7 @@ def _audit(snapshot: ReadView, key: bytes, value: bytes) -> Rejection | None:
         return header
     if header.codec not in CODECS:
         return Rejection("version", f"codec {header.codec}, this kvstore knows {sorted(CODECS)}")
-    if wrong := _unlikely(snapshot, header):
+    if wrong := unlikely(snapshot, header):
         return wrong
     shape = shape_of(header.block_size, header.geometry, header.fingerprint, key[:PREFIX_BYTES])
     try:
@@ -107,9 +107,9 @@ def _audit(snapshot: ReadView, key: bytes, value: bytes) -> Rejection | None:
     return block if isinstance(block, Rejection) else _content(header, shape, directory, block)
 
 
-def _unlikely(snapshot: ReadView, header: Header) -> Rejection | None:
+def unlikely(snapshot: ReadView, header: Header) -> Rejection | None:
     """Whether the header's numbers are none of a block's, or ask for more than a directory is there for: before anything is
-    made of them."""
+    made of them. Raises lmdb.Error."""
     runs = list(RUN.iter_unpack(header.geometry))
     slices, raw = extent(header.block_size, header.geometry)
     if raw != header.raw_length or not sound_numbers(header) or not sound_runs(runs):
@@ -120,7 +120,7 @@ def _unlikely(snapshot: ReadView, header: Header) -> Rejection | None:
     if directory is None or len(directory) < 8 * slices:
         return Rejection("storage_hash", f"directory: missing, or too short for {slices} slices")
     if slice_twice(header.geometry):
-        return Rejection("header", "its geometry names a layer twice, under a header hash that is right")
+        return Rejection("header", "its geometry names a slice twice, under a header hash that is right")
     return None
 
 
@@ -144,6 +144,7 @@ def sound_runs(runs: Iterable[tuple[int, ...]]) -> bool:
     )
 
 
+@lru_cache(maxsize=4 * SHAPES)
 def slice_twice(geometry: bytes) -> bool:
     """Whether a geometry names a slice twice. Of one that has at most MAX_SLICES."""
     ends: dict[int, int] = {}

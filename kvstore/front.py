@@ -18,7 +18,7 @@ from kvstore.errors import StoreClosed
 from kvstore.identity import CacheIdentity
 from kvstore.staging import Buffers, StagingPool
 from kvstore.storage import Storage
-from kvstore.views import GroupView
+from kvstore.views import GroupPart
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Front:
         """What this store object counts."""
         return self.storage.counters
 
-    def staging(self, view: GroupView, purpose: str, buffers: Buffers) -> StagingPool:
+    def staging(self, view: GroupPart, purpose: str, buffers: Buffers) -> StagingPool:
         """The pool for puts ("put"), whose buffers hold one transaction's blocks, or for gets ("get"); at least a block."""
         wanted = view.route.get_bytes if purpose == "get" and self.config.batch_bytes is None else 0
         nbytes = max(self.config.write_batch_bytes, view.block_bytes, wanted)

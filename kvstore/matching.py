@@ -25,6 +25,8 @@ class Match:
     shard: Shard
     shape: GroupShape
     keys: list[bytes]
+    start: int = 0
+    """The position of the first."""
 
     def run(self) -> int:
         """How many leading keys answer; 0, and counted, where LMDB cannot read."""
@@ -33,7 +35,7 @@ class Match:
             with self.shard.db.read() as snapshot:
                 while found < len(self.keys):
                     asked = self.keys[found : found + step]
-                    new = self._leading(found, asked, snapshot.headers(asked))
+                    new = self._leading(self.start + found, asked, snapshot.headers(asked))
                     found += new
                     if new < len(asked):
                         break

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Raised with every change of what is said: kvstore may have been upgraded since the engine started."""
 MAGIC: Final = 0x5653564B
 HEAD: Final = struct.Struct("<IHHQQQ")

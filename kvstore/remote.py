@@ -24,6 +24,7 @@ from kvstore.messages import (
 from kvstore.remoteget import RemoteGet
 from kvstore.remoteput import RemotePut
 from kvstore.shape import GroupShape
+from kvstore.steps import Finer, finer_blobs
 from kvstore.storage import Question, Unavailable
 from kvstore.storefile import claim, release
 from kvstore.watching import Watch
@@ -73,8 +74,8 @@ class RemoteStorage(Lifetime):
     def get(self, question: Question) -> RemoteGet:
         return RemoteGet(self._watch, question)
 
-    def match(self, shape: GroupShape, hashes: list[bytes]) -> int:
-        answer = self._ask(Kind.MATCH, [shape.encode(), *pack_strings(hashes)])
+    def match(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> int:
+        answer = self._ask(Kind.MATCH, [shape.encode(), *pack_strings(hashes), *finer_blobs(finer)])
         return min(len(hashes), max(0, understood(lambda: int(answer.fields["found"]))))
 
     def touch(self, shape: GroupShape, hashes: list[bytes]) -> None:
