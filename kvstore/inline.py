@@ -17,6 +17,7 @@ from kvstore.errors import IdentityError
 from kvstore.evicting import drop_records, evict_blocks, shrink
 from kvstore.identity import identity_digest
 from kvstore.keeper import Keeper
+from kvstore.results import Bools
 from kvstore.shape import GroupShape
 from kvstore.shard import Shard
 from kvstore.siblings import Siblings, owning
@@ -24,7 +25,7 @@ from kvstore.staging import Buffers
 from kvstore.steps import Finer
 from kvstore.storage import Question
 from kvstore.storing import Storing
-from kvstore.wide import WideGet, match
+from kvstore.wide import WideGet, match, present
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,9 @@ class InlineStorage:
 
     def match(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> int:
         return match(self.shard, self.siblings, shape, hashes, finer)
+
+    def present(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> Bools:
+        return present(self.shard, self.siblings, shape, hashes, finer)
 
     def touch(self, shape: GroupShape, hashes: list[bytes]) -> None:
         keeper = self.shard.keeper

@@ -45,6 +45,16 @@ class Match:
             return 0
         return found
 
+    def each(self) -> list[bool]:
+        """Whether each key answers; none, and counted, where LMDB cannot read."""
+        try:
+            with self.shard.db.read() as snapshot:
+                entries = snapshot.headers(self.keys)
+                return [bool(self._leading(self.start + i, self.keys[i : i + 1], [e])) for i, e in enumerate(entries)]
+        except lmdb.Error:
+            self.shard.counters.add("match_failed")
+            return [False] * len(self.keys)
+
     def _leading(self, position: int, keys: list[bytes], entries: list[memoryview | None]) -> int:
         """How many leading keys answer, the first of which asks for a position."""
         shape, doubtful = self.shape, bool(self.shard.refused)

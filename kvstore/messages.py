@@ -41,7 +41,7 @@ class Kind(IntEnum):
 
     OPEN, READY, CHANNEL, PING, PONG, CLOSE, CLOSED = range(1, 8)
     PUT, WRITE, END_PUT, GET, PART, TAKEN, DOUBT, REFUSE = range(16, 24)
-    MATCH, TOUCH, EVICT, CLEAR, USAGE = range(32, 37)
+    MATCH, TOUCH, EVICT, CLEAR, USAGE, PRESENT = range(32, 38)
     DONE, FAILED = range(48, 50)
 
 

@@ -318,6 +318,13 @@ class Handler:
         found = self._server.storage.match(self._server.shape(shape), asked, finer_hashes(*finer))
         return Message(Kind.DONE, 0, {"found": found})
 
+    def present(self, message: Message) -> Message:
+        """Tell which blocks are here."""
+        shape, lengths, hashes, *finer = message.blobs
+        asked = unpack_strings(lengths, hashes)
+        found = self._server.storage.present(self._server.shape(shape), asked, finer_hashes(*finer))
+        return Message(Kind.DONE, 0, {}, [found.astype(np.uint8).tobytes()])
+
     def touch(self, message: Message) -> Message:
         """Tell eviction of a request."""
         shape, lengths, hashes = message.blobs
@@ -345,6 +352,7 @@ WORK: Final[Mapping[Kind, Callable[[Handler, Message], Message | None]]] = {
     Kind.DOUBT: Handler.doubt,
     Kind.REFUSE: Handler.refuse,
     Kind.MATCH: Handler.match,
+    Kind.PRESENT: Handler.present,
     Kind.TOUCH: Handler.touch,
     Kind.EVICT: Handler.evict,
     Kind.CLEAR: Handler.clear,

@@ -221,6 +221,9 @@ class Storage(Protocol):
     def match(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> int:
         """How many leading blocks are here, from position 0. finer: as a question's. Raises Unavailable."""
 
+    def present(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> Bools:
+        """Which blocks are here, from position 0, (blocks,) bool. Raises Unavailable."""
+
     def touch(self, shape: GroupShape, hashes: list[bytes]) -> None:
         """A request came that wants these blocks, from position 0. Raises Unavailable."""
 

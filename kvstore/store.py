@@ -22,7 +22,8 @@ from kvstore.front import Front
 from kvstore.identity import CacheIdentity, Rank
 from kvstore.inline import InlineStorage, Opening, open_shard
 from kvstore.loading import Load
-from kvstore.opening import check_layers, check_types, complete_identity, store_root
+from kvstore.opening import check_choices, check_layers, check_types, complete_identity, store_root
+from kvstore.prefixes import Blocks, PrefixBlocks, PrefixResult, common_block_size, usable_tokens
 from kvstore.remote import RemoteStorage
 from kvstore.results import GetResult, PutResult
 from kvstore.saving import Save
@@ -67,10 +68,7 @@ class KVStore:
     ) -> None:
         config, rank = StoreConfig() if config is None else config, Rank() if rank is None else rank
         check_types(cache, identity, config, rank)
-        if mode not in ("r", "rw"):
-            raise ConfigError(f'mode {mode!r}: expected "r" or "rw"')
-        if io not in ("inline", "process"):
-            raise ConfigError(f'io {io!r}: expected "inline" or "process"')
+        check_choices(mode, io)
         complete = complete_identity(identity, cache, rank)
         self._rank = rank
         self._bind(cache, complete)
@@ -178,19 +176,47 @@ class KVStore:
         """How many leading blocks of a request are here, all that this rank needs of each. No side effects; a later get may
         still refuse one, or miss one that was stored with another number of valid tokens.
 
-        block_hashes: from position 0; or {group: hashes} for several groups, where a prefix ends as soon as one
-        group's does. hash_block_size: as for `get_blocks`; whole blocks count. Raises InvalidBlockHash, UnknownGroup,
-        StoreClosed or StoreForked.
+        block_hashes: from position 0; or {group: hashes} for several groups of one block size, of each of which what the
+        prefix needs must be here (`match_tokens`). hash_block_size: as for `get_blocks`; whole blocks count. Raises
+        InvalidBlockHash, UnknownGroup, ConfigError for block sizes that differ, StoreClosed or StoreForked.
         """
         self._front.storage.check_open()
         if isinstance(block_hashes, Mapping):
-            matches = (self.match_prefix(hashes, number, hash_block_size) for number, hashes in block_hashes.items())
-            return min(matches, default=0)
+            sizes = {number: self._view(number).shape.block_size for number in block_hashes}
+            size = common_block_size(sizes) if sizes else 1
+            return self.match_tokens(block_hashes, hash_block_size) // size
         shape, steps = self._view(group).shape, as_hashes(block_hashes)
         hashes, finer = whole_blocks(steps, shape.block_size, hash_block_size)
         if self._front.breaker.off():
             return 0
         return self._ask("match_unavailable", lambda: self._front.storage.match(shape, hashes, finer), 0)
+
+    def match_tokens(self, block_hashes: Mapping[int, Sequence[bytes]], hash_block_size: int | None = None) -> int:
+        """How many leading tokens of a request can be had: of full attention every block up to there, of a sliding window
+        those that it looks back at, of a state the one at the end. A multiple of every group's block size. No side effects.
+
+        block_hashes: {group: hashes from position 0}, each group's in its own block size. Raises as `match_prefix`.
+        """
+        self._front.storage.check_open()
+        return usable_tokens([self._present(n, hashes, hash_block_size) for n, hashes in block_hashes.items()])
+
+    def _present(self, number: int, block_hashes: Sequence[bytes], hash_block_size: int | None) -> Blocks:
+        view, storage, none = self._view(number), self._front.storage, np.zeros(0, bool)
+        hashes, finer = whole_blocks(as_hashes(block_hashes), view.shape.block_size, hash_block_size)
+        if self._front.breaker.off():
+            return view.blocks(none)
+        if view.group.looks_back is None:
+            leading = self._ask("match_unavailable", lambda: storage.match(view.shape, hashes, finer), 0)
+            return view.blocks(np.ones(leading, bool))
+        return view.blocks(self._ask("match_unavailable", lambda: storage.present(view.shape, hashes, finer), none))
+
+    def get_prefix(self, blocks: Mapping[int, PrefixBlocks]) -> PrefixResult:
+        """Load what `match_tokens` promised, whole blocks of several groups of one request, and tell how many leading tokens
+        may be used then. Attention without the state or the window that belongs to it is not usable. Raises as `get_blocks`.
+        """
+        got = {n: self.get_blocks(b.block_hashes, b.block_ids, b.start, group=n) for n, b in blocks.items()}
+        there = [self._view(n).blocks(got[n].verified, b.start) for n, b in blocks.items()]
+        return PrefixResult(usable_tokens(there), got)
 
     def touch(self, block_hashes: Sequence[bytes], group: int = 0) -> None:
         """A request came that wants these blocks, from position 0, here or not: this feeds eviction. Nothing is written.
@@ -347,12 +373,7 @@ class KVStore:
 
     def stats(self) -> dict[str, int]:
         """Counters of this store object (put_*, get_*, io_*) and figures of the shard (records, bytes, quarantine)."""
-        front, storage = self._front, self._front.storage
-        own = {"refused_keys": len(storage.refused), "emptied_at_open": int(storage.emptied)}
-        own |= {"loads_off": int(front.breaker.off()), "loads_switched_off": front.breaker.trips}
-        zeros = dict.fromkeys(("put_stored", "put_present", "put_bytes", "get_verified", "get_missing", "get_bytes"), 0)
-        usage = self._ask("stats_failed", storage.usage, dict[str, int]())
-        return zeros | own | usage | front.counters.figures()
+        return self._front.figures(self._ask("stats_failed", self._front.storage.usage, dict[str, int]()))
 
     def close(self) -> None:
         """Finish submitted calls, wait for all others, sync and give the shard up. Twice is allowed.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from kvstore.cache import CacheGroup, PagedKVCache
 from kvstore.geometry import encode_geometry
 from kvstore.identity import CacheIdentity, Rank, group_fingerprint
+from kvstore.prefixes import Blocks
 from kvstore.record import record_key
 from kvstore.replicas import replica_keys
+from kvstore.results import Bools
 from kvstore.route import Route
 from kvstore.shape import GroupShape
 from kvstore.transfer import group_route
@@ -45,3 +47,7 @@ class GroupView(GroupPart):
             self.written = None
         elif len(own) < len(group.layers):
             self.written = GroupPart(cache, group.restricted(own), identity)
+
+    def blocks(self, there: Bools, start: int = 0) -> Blocks:
+        """What is there of a request, by position from `start` on: (blocks,) bool."""
+        return Blocks(self.shape.block_size, self.group.looks_back, there, start)

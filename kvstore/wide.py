@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore.covering import Covering, helps
+from kvstore.covering import Covering, Run, helps
 from kvstore.fetching import Fetching, Refusal
 from kvstore.matching import Match
 from kvstore.record import Header
@@ -100,17 +101,38 @@ def match(shard: Shard, siblings: Siblings, shape: GroupShape, hashes: list[byte
     return found
 
 
+def present(
+    shard: Shard, siblings: Siblings, shape: GroupShape, hashes: list[bytes], finer: Finer | None
+) -> npt.NDArray[np.bool_]:
+    """Which blocks can be had, from position 0: (blocks,) bool."""
+    found = np.array(Match(shard, shape, shape.keys(hashes)).each(), bool)
+    left = np.flatnonzero(~found).tolist()
+    for first in range(0, len(left), BLOCKS_AT_ONCE):
+        for run in _runs(shard, siblings, shape, hashes, finer, left[first : first + BLOCKS_AT_ONCE]):
+            found[run.indices] = True
+    return found
+
+
 def _spliced(
     shard: Shard, siblings: Siblings, shape: GroupShape, hashes: list[bytes], finer: Finer | None, first: int
 ) -> int:
     """How many blocks from position `first` on, which the rank's own shard does not have just so, can be put together."""
-    valid = np.full(len(hashes), shape.block_size, np.int64)
-    indices = range(first, min(first + BLOCKS_AT_ONCE, len(hashes)))
-    with entered([shard, *siblings.shards()]) as shards:
-        runs = Covering(Question(shape, hashes, 0, valid, finer=finer), shards, open_ended=True).plan(indices)
-    at = first
-    for run in runs:
+    indices, at = range(first, min(first + BLOCKS_AT_ONCE, len(hashes))), first
+    for run in _runs(shard, siblings, shape, hashes, finer, indices):
         if run.indices[0] != at:
             break
         at += len(run.indices)
     return at - first
+
+
+def _runs(
+    shard: Shard,
+    siblings: Siblings,
+    shape: GroupShape,
+    hashes: list[bytes],
+    finer: Finer | None,
+    indices: Sequence[int],
+) -> list[Run]:
+    valid = np.full(len(hashes), shape.block_size, np.int64)
+    with entered([shard, *siblings.shards()]) as shards:
+        return Covering(Question(shape, hashes, 0, valid, finer=finer), shards, open_ended=True).plan(indices)
