@@ -14,17 +14,24 @@ if TYPE_CHECKING:
     from kvstore.checksum import (
         BLOCK_CHECKSUM_BYTES,
         MAX_KV_HEADS_PER_LAYER,
+        block_checksum_tags,
+        num_valid_tokens,
+    )
+    from kvstore.checksumming import KVChecksumOffload, KVChecksumPending, KVChecksumWorker
+    from kvstore.comparing import KVChecksumComparison, KVChecksumRange, compare
+    from kvstore.comparing_sides import KVChecksumSide
+    from kvstore.config import StoreConfig
+    from kvstore.errors import KVStoreError
+    from kvstore.identity import CacheIdentity, LayerSpec, Rank
+    from kvstore.protocol import (
         KVChecksumBlocks,
         KVChecksumGroup,
         KVChecksumRecord,
         KVChecksumScheduled,
         ReplicaKey,
-        block_checksum_tags,
-        num_valid_tokens,
+        decode_records,
+        encode_records,
     )
-    from kvstore.config import StoreConfig
-    from kvstore.errors import KVStoreError
-    from kvstore.identity import CacheIdentity, LayerSpec, Rank
     from kvstore.results import GetResult, PutResult, Rejection
     from kvstore.store import KVStore
     from kvstore.transfer import block_checksums, kv_checksum_platform_supported, slice_checksums
@@ -37,9 +44,15 @@ __all__ = [
     "CacheIdentity",
     "GetResult",
     "KVChecksumBlocks",
+    "KVChecksumComparison",
     "KVChecksumGroup",
+    "KVChecksumOffload",
+    "KVChecksumPending",
+    "KVChecksumRange",
     "KVChecksumRecord",
     "KVChecksumScheduled",
+    "KVChecksumSide",
+    "KVChecksumWorker",
     "KVStore",
     "KVStoreError",
     "LayerSpec",
@@ -51,6 +64,9 @@ __all__ = [
     "StoreConfig",
     "block_checksum_tags",
     "block_checksums",
+    "compare",
+    "decode_records",
+    "encode_records",
     "kv_checksum_platform_supported",
     "num_valid_tokens",
     "slice_checksums",
@@ -58,13 +74,17 @@ __all__ = [
 
 _MODULES = {
     "cache": ("PagedKVCache",),
-    "checksum": (
-        *("BLOCK_CHECKSUM_BYTES", "MAX_KV_HEADS_PER_LAYER", "KVChecksumBlocks", "KVChecksumGroup", "KVChecksumRecord"),
-        *("KVChecksumScheduled", "ReplicaKey", "block_checksum_tags", "num_valid_tokens"),
-    ),
+    "checksum": ("BLOCK_CHECKSUM_BYTES", "MAX_KV_HEADS_PER_LAYER", "block_checksum_tags", "num_valid_tokens"),
+    "checksumming": ("KVChecksumOffload", "KVChecksumPending", "KVChecksumWorker"),
+    "comparing": ("KVChecksumComparison", "KVChecksumRange", "compare"),
+    "comparing_sides": ("KVChecksumSide",),
     "config": ("StoreConfig",),
     "errors": ("KVStoreError",),
     "identity": ("CacheIdentity", "LayerSpec", "Rank"),
+    "protocol": (
+        *("KVChecksumBlocks", "KVChecksumGroup", "KVChecksumRecord", "KVChecksumScheduled", "ReplicaKey"),
+        *("decode_records", "encode_records"),
+    ),
     "results": ("GetResult", "PutResult", "Rejection"),
     "store": ("KVStore",),
     "transfer": ("block_checksums", "kv_checksum_platform_supported", "slice_checksums"),
