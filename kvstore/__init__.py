@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvstore.config import StoreConfig
     from kvstore.errors import KVStoreError
     from kvstore.identity import CacheIdentity, LayerSpec, Rank
+    from kvstore.prefixes import PrefixBlocks, PrefixResult
     from kvstore.protocol import (
         KVChecksumBlocks,
         KVChecksumGroup,
@@ -57,6 +58,8 @@ __all__ = [
     "KVStoreError",
     "LayerSpec",
     "PagedKVCache",
+    "PrefixBlocks",
+    "PrefixResult",
     "PutResult",
     "Rank",
     "Rejection",
@@ -81,6 +84,7 @@ _MODULES = {
     "config": ("StoreConfig",),
     "errors": ("KVStoreError",),
     "identity": ("CacheIdentity", "LayerSpec", "Rank"),
+    "prefixes": ("PrefixBlocks", "PrefixResult"),
     "protocol": (
         *("KVChecksumBlocks", "KVChecksumGroup", "KVChecksumRecord", "KVChecksumScheduled", "ReplicaKey"),
         *("decode_records", "encode_records"),
