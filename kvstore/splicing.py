@@ -7,21 +7,20 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Final
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.audit import shape_of
 from kvstore.checksum import UInt64Array, weighted_sums
 from kvstore.codec import CODECS
 from kvstore.covering import Covering, Damaged, Part, Run, Taken
 from kvstore.cutting import Cut, cut_of
 from kvstore.errors import StoreClosed, StoreForked, UnsupportedCache
+from kvstore.fetching import CONDEMNING
 from kvstore.record import Directory, check_chunk, parse_directory
 from kvstore.results import Rejection
-from kvstore.shape import GroupShape
 from kvstore.shard import Shard
 from kvstore.snapshot import ReadView
 from kvstore.storage import Doubt, Question, Sink
@@ -89,7 +88,7 @@ class Splicing:
             bad = [(run, wrong) for run in runs if (wrong := reader.check(run)) is not None]
             good = [run for run in runs if all(run is not other for other, _ in bad)]
             for group in _fitting(good, max(1, sink.room // self.question.shape.plan.raw_length)):
-                bad += self._land(group, reader, sink)
+                self._land(group, reader, sink, bad)
             self.read_bytes += reader.read_bytes
         return bad
 
@@ -105,12 +104,20 @@ class Splicing:
                     log.error("%s: not read: LMDB: %s", shard.db.folder, error)
             yield views
 
-    def _land(self, group: Sequence[tuple[Run, int, int]], reader: Reader, sink: Sink) -> list[tuple[Run, list[Wrong]]]:
-        """Hand some blocks of runs on: (run, first, end) each."""
-        bad, landed = list[tuple[Run, list[Wrong]]](), list[int]()
+    def _land(
+        self,
+        group: Sequence[tuple[Run, int, int]],
+        reader: Reader,
+        sink: Sink,
+        bad: list[tuple[Run, list[Wrong]]],
+    ) -> None:
+        """Hand some blocks of runs on, (run, first, end) each, those of runs that are bad left out; bad: grows."""
+        landed = list[int]()
 
         def decode(rows: Bytes) -> list[int]:
             for run, first, end in group:
+                if any(run is other for other, _ in bad):
+                    continue
                 chosen = run.indices[first:end]
                 wrong = reader.fill(run, chosen, rows[len(landed) : len(landed) + len(chosen)])
                 if wrong:
@@ -123,7 +130,6 @@ class Splicing:
         for run, _, end in group:
             if end == len(run.indices) and all(run is not other for other, _ in bad):
                 self._landed(run, reader)
-        return bad
 
     def _landed(self, run: Run, reader: Reader) -> None:
         total = int(weighted_sums(reader.expected(run)[None], self.question.shape.factors)[0])
@@ -205,7 +211,7 @@ class Reader:
 
     def _directory(self, view: ReadView, part: Part) -> Directory | Rejection:
         header, asked = part.header, self._question.shape
-        stored = stored_shape(header.block_size, header.geometry, asked.fingerprint, asked.prefix)
+        stored = shape_of(header.block_size, header.geometry, asked.fingerprint, asked.prefix)
         try:
             plan = stored.plan
         except UnsupportedCache as error:
@@ -270,12 +276,6 @@ class Reader:
         return sums
 
 
-@lru_cache(maxsize=64)
-def stored_shape(block_size: int, geometry: bytes, fingerprint: int, prefix: bytes) -> GroupShape:
-    """The shape of records of a group. The geometry must be one of a block's (kvstore.audit.unlikely)."""
-    return GroupShape(block_size, geometry, fingerprint, prefix)
-
-
 def _fitting(runs: Sequence[Run], room: int) -> Iterator[list[tuple[Run, int, int]]]:
     """Runs, or parts of them, in groups of at most `room` blocks, a run's last blocks last."""
     group, blocks = list[tuple[Run, int, int]](), 0
@@ -302,10 +302,6 @@ def refuse(part: Part | Damaged, rejection: Rejection) -> Rejection:
     if condemned:
         part.shard.condemn([(part.key, part.value, rejection.kind)])
     return found
-
-
-CONDEMNING: Final = frozenset({"header", "key", "storage_hash", "decode"})
-"""Kinds that blame the record, if a second read agrees."""
 
 
 @contextmanager

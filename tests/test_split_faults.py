@@ -213,6 +213,24 @@ def test_blocks_that_were_stored_as_one_are_refused_as_one(tmp_path: Path, monke
         assert got.verified.tolist() == [False] * 4 + [True] * 4
 
 
+@pytest.mark.parametrize("room", [1, 2**20])
+def test_a_large_block_that_is_damaged_is_refused_as_one(tmp_path: Path, room: int) -> None:
+    model, large = Model(), Split(block_size=16)
+    model.put(tmp_path, large)
+    cache = model.cache(large, Rank(), filled=True)
+    with open_store(tmp_path, cache, identity=model.identity, io="inline") as store:
+        raw = Raw(store)
+        chunk = sorted(raw.payload())[1]
+        raw.put_chunk(chunk, flip(raw.chunk(chunk), 5000))
+    got, cache, stats = load(model, tmp_path, config=replace(SMALL, batch_bytes=room))
+    assert {i: (r.kind, r.condemned) for i, r in got.rejected.items()} == dict.fromkeys(
+        range(4), ("storage_hash", True)
+    )
+    assert got.verified.tolist() == [False] * 4 + [True] * 4
+    assert stats["get_rejected_storage_hash"] == 4
+    assert not wrong(model, got, cache)
+
+
 def test_a_record_whose_content_was_wrong_when_it_was_hashed_is_condemned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

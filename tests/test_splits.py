@@ -100,6 +100,13 @@ def test_blocks_of_another_size(tmp_path: Path, case: str) -> None:
     check_all(model, tmp_path, loaded, steps=True)
 
 
+def test_a_large_block_goes_through_staging_memory_that_holds_less(tmp_path: Path) -> None:
+    model, config = Model(), replace(SMALL, batch_bytes=1)
+    model.put(tmp_path, Split(block_size=16))
+    check_all(model, tmp_path, Split(block_size=4), steps=True, config=config)
+    check_all(model, tmp_path, Split(2, block_size=8), steps=True, config=config)
+
+
 def test_blocks_of_several_sizes_follow_each_other(tmp_path: Path) -> None:
     model, small, large = Model(), Split(block_size=4), Split(block_size=16)
     rank = Rank()
