@@ -80,7 +80,7 @@ class KVStore:
     def _bind(self, cache: PagedKVCache, identity: CacheIdentity) -> None:
         check_layers(cache, identity)
         self._cache = cache
-        self._views = {number: GroupView(cache, number, identity) for number in cache.groups}
+        self._views = {number: GroupView(cache, number, identity) for number in cache.all_groups}
 
     def attach(self, cache: PagedKVCache) -> KVStore:
         """A KVStore over the same open shard whose blocks lie in another cache of the same model.
@@ -338,4 +338,4 @@ class KVStore:
         self.close()
 
     def _view(self, group: int) -> GroupView:
-        return self._views[self._cache.group(group).number]
+        return self._views[self._cache.any_group(group).number]

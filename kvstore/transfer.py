@@ -16,12 +16,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvstore.cache import CacheGroup, PagedKVCache
+from kvstore.cache import AnyGroup, PagedKVCache, StateGroup
 from kvstore.checksum import UInt64Array
 from kvstore.copyback import CopyBackPath
 from kvstore.hostpath import host_path
 from kvstore.route import HostRoute, Route, Transfer
 from kvstore.span import Span, check_span
+from kvstore.stateroute import state_route
 from kvstore.streams import wait_for_caller
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ TRITON_DEVICES: Final = ("cuda", "xpu")
 """torch's names of the devices that Triton compiles for; ROCm calls itself cuda."""
 
 # No route refers to its group: an entry goes with its key.
-_routes: WeakKeyDictionary[CacheGroup, Route] = WeakKeyDictionary()
+_routes: WeakKeyDictionary[AnyGroup, Route] = WeakKeyDictionary()
 
 
 def kv_checksum_platform_supported(device: torch.device | str | None = None) -> bool:
@@ -64,14 +65,16 @@ def _unserved(device: torch.device) -> str | None:
 
 def route_of(cache: PagedKVCache, number: int) -> Route:
     """The way of a group of the cache, made once a group. Raises UnknownGroup, StagingMemoryError."""
-    group = cache.group(number)
+    group = cache.any_group(number)
     route = _routes.get(group)
     if route is None:
         route = _routes[group] = _make_route(cache, group)
     return route
 
 
-def _make_route(cache: PagedKVCache, group: CacheGroup) -> Route:
+def _make_route(cache: PagedKVCache, group: AnyGroup) -> Route:
+    if isinstance(group, StateGroup):
+        return state_route(cache, group)
     if group.device.type == "cpu":
         return HostRoute(host_path(group), group)
     reason = _unserved(group.device)
@@ -97,7 +100,8 @@ def _make_route(cache: PagedKVCache, group: CacheGroup) -> Route:
 def slice_checksums(
     cache: PagedKVCache, block_ids: Sequence[int], start: int = 0, num_tokens: int | None = None, group: int = 0
 ) -> UInt64Array:
-    """s of each slice of blocks at consecutive positions: (blocks, slices) uint64, slices in canonical order.
+    """s of each slice of blocks at consecutive positions: (blocks, slices) uint64, slices in canonical order; of a group of
+    states the sum of m*s over each range of rows.
 
     start: the first block's position; num_tokens: the request's token count, by default all blocks are full. On a device
     it waits for what the current stream has been given so far.
@@ -124,7 +128,7 @@ def _summed(
     num_tokens: int | None,
     sums: Callable[[Transfer, Span], UInt64Array],
 ) -> UInt64Array:
-    span = check_span(cache.group(group), block_ids, start, num_tokens)
+    span = check_span(cache.any_group(group), block_ids, start, num_tokens)
     transfer = route_of(cache, group).begin_get()
     try:
         return sums(transfer, span)

@@ -18,6 +18,7 @@ from kvstore.record import (
     CHECKSUM_ALGORITHM,
     FIXED,
     KEY_BYTES,
+    KNOWN_FLAGS,
     MAGIC,
     MAX_HEADER_BYTES,
     PARENT_BYTES,
@@ -43,11 +44,11 @@ class Form(NamedTuple):
 
 
 @lru_cache(maxsize=FORMS)
-def form_of(block_size: int, geometry: bytes) -> Form | None:
+def form_of(block_size: int, geometry: bytes, flags: int = 0) -> Form | None:
     """The form of a geometry, None of one that is impossible or not checked."""
-    if impossible(block_size, geometry):
+    if impossible(block_size, geometry, flags):
         return None
-    shape = shape_of(block_size, geometry, 0, b"")
+    shape = shape_of(block_size, geometry, 0, b"", flags)
     plan = shape.plan
     entries = struct.Struct("<" + "IQ" * plan.num_chunks)
     return Form(plan.raw_length, directory_bytes(plan), shape.factors, tuple(plan.lengths.tolist()), entries)
@@ -82,7 +83,7 @@ def sketch(key: bytes, value: bytes) -> Sketch | None:
         or header_hash(value) != stored_hash
         or codec not in CODECS
         or algorithm != CHECKSUM_ALGORITHM
-        or flags
+        or flags not in KNOWN_FLAGS
         or key_length not in KEY_BYTES
         or parent_length not in PARENT_BYTES
         or not 1 <= runs <= MAX_RUNS
@@ -90,7 +91,7 @@ def sketch(key: bytes, value: bytes) -> Sketch | None:
         or value[FIXED.size : FIXED.size + key_length] != key
     ):
         return None
-    form = form_of(block_size, value[tail:])
+    form = form_of(block_size, value[tail:], flags)
     if form is None or raw != form.raw or directory_length != form.directory:
         return None
     if not 1 <= valid <= block_size or (position + 1) * block_size > MAX_TOKENS:
