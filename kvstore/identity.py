@@ -75,15 +75,17 @@ def _state_specs(layer: LayerSpec) -> tuple[StateSpec, ...]:
     states = [state for state in given if isinstance(state, Sequence) and len(state) == 3]
     plain = all(isinstance(n, int) and not isinstance(n, bool) for state in states for n in state)
     if not states or len(states) != len(given) or not plain:
-        raise IdentityError(f"layer {layer.name}: states is {layer.states!r}: expected StateSpec(rows, elements, itemsize)")
+        raise IdentityError(
+            f"layer {layer.name}: states is {layer.states!r}: expected StateSpec(rows, elements, itemsize)"
+        )
     made = tuple(StateSpec(*state) for state in states)
     rows = [state.rows for state in made]
     numbered = sum(rows) == layer.kv_heads if min(rows) > 0 else not any(rows)
     sized = all(0 < state.elements < 2**32 and state.itemsize in (2, 4) for state in made)
     if layer.type != "mamba" or layer.k_bytes or layer.v_bytes or not numbered or not sized:
         raise IdentityError(
-            f"{layer}: expected type mamba, no K and V, elements of 2 or 4 bytes, and kv_heads that are the rows of all states "
-            "(or states without rows, where the split is not known)"
+            f"{layer}: expected type mamba, no K and V, elements of 2 or 4 bytes, and kv_heads that are the rows of all "
+            "states (or states without rows, where the split is not known)"
         )
     return made
 

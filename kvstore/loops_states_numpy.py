@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.checksum import UInt64Array
-from kvstore.states import Place, StateGroup
 from kvstore.stategeometry import Segment
+from kvstore.states import Place, StateGroup
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 Elements = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-UNSIGNED = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+UNSIGNED: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 def place_view(place: Place, slots: int) -> Elements:

@@ -114,6 +114,6 @@ def _check_states(layer: LayerStates, own: LayerSpec, model: LayerSpec) -> None:
         raise IdentityError(f"layer {layer.name} is {own} in the cache, {model} in the identity: they must agree")
     if layer.rank is not None and layer.rank >= model.kv_heads:
         raise UnsupportedCache(
-            f"layer {layer.name} is rank {layer.rank}'s of a split that is not known, the identity has {model.kv_heads} ranks "
-            "of it (kv_heads): check tp_rank and kv_heads"
+            f"layer {layer.name} is rank {layer.rank}'s of a split that is not known, the identity has {model.kv_heads} "
+            "ranks of it (kv_heads): check tp_rank and kv_heads"
         )

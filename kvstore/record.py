@@ -123,7 +123,8 @@ def _unpack(data: bytes) -> Header | Rejection:
         return Rejection("header", "its key, parent and geometry are no such, or do not fill its length")
     if algorithm != CHECKSUM_ALGORITHM or flags not in KNOWN_FLAGS:
         return Rejection(
-            "version", f"checksum algorithm {algorithm}, flags {flags}; known are {CHECKSUM_ALGORITHM} and {KNOWN_FLAGS}"
+            "version",
+            f"checksum algorithm {algorithm}, flags {flags}; known are {CHECKSUM_ALGORITHM} and {KNOWN_FLAGS}",
         )
     return Header(
         *(codec, block_size, raw, stored, position, valid, fingerprint, tagged, directory_length, directory_hash),

@@ -63,8 +63,8 @@ class GroupShape:
 
     @cached_property
     def slices(self) -> tuple[SlicePlace, ...]:
-        """The slices of a block in canonical order: head by head, in it layer by layer; of states layer by layer, in it row by
-        row."""
+        """The slices of a block in canonical order: head by head, in it layer by layer; of states layer by layer, in it
+        row by row."""
         if self.of_states:
             return _state_slices(self.segments)
         found = [

@@ -24,9 +24,9 @@ class StateTensor:
 
     tensor: (slots, ...), any strides, elements of 2 or 4 bytes; the slots are the group's blocks. split_axis: the tensor's
     axis that tensor parallelism splits, 1 or more: one index along it is a row; None: the split is not known, and the whole
-    layer is one slice, numbered by the rank. rows: (number of the first row in the unsharded model, how many) of the rows that
-    this rank has, in the order in which they lie along the axis; by default all from 0. model_rows: rows of this state in the
-    unsharded model; by default what the tensor has, where `rows` names nothing else.
+    layer is one slice, numbered by the rank. rows: (number of the first row in the unsharded model, how many) of the rows
+    that this rank has, in the order in which they lie along the axis; by default all from 0. model_rows: rows of this state
+    in the unsharded model; by default what the tensor has, where `rows` names nothing else.
     """
 
     tensor: torch.Tensor

@@ -20,7 +20,6 @@ from kvstore.states import LayerStates, Pairs, State, StateGroup, StateTensor
 MAX_ELEMENTS: Final = 2**31
 
 
-
 def make_state_group(
     number: int, layers: Mapping[str, Sequence[StateTensor]], block_size: object, tp_rank: int
 ) -> StateGroup:
@@ -72,17 +71,18 @@ def _check_tensor(name: str, state: StateTensor) -> None:
         raise UnsupportedDevice(f"layer {name}: a state is on the device 'meta', which has no memory")
     if tensor.itemsize not in ITEM_SIZES or tensor.dtype not in DTYPES:
         raise UnsupportedCache(
-            f"layer {name}: a state of {tensor.dtype}: the checksum takes elements of 2 or 4 bytes (bfloat16, float16, float32)"
+            f"layer {name}: a state of {tensor.dtype}: the checksum takes elements of 2 or 4 bytes "
+            "(bfloat16, float16, float32)"
         )
     if tensor.layout != torch.strided or tensor.is_nested or tensor.dim() < 2 or min(tensor.shape) < 1:
         raise InvalidShape(
-            f"layer {name}: a state of shape {tuple(tensor.shape)}, {tensor.layout}: expected a dense tensor (slots, ...) of two "
-            "non-empty axes or more"
+            f"layer {name}: a state of shape {tuple(tensor.shape)}, {tensor.layout}: expected a dense tensor "
+            "(slots, ...) of two non-empty axes or more"
         )
     if overlaps(tensor):
         raise InvalidShape(
-            f"layer {name}: a state of shape {tuple(tensor.shape)} with strides {tensor.stride()} maps several elements to one "
-            "place: expected slots that have memory of their own"
+            f"layer {name}: a state of shape {tuple(tensor.shape)} with strides {tensor.stride()} maps several elements "
+            "to one place: expected slots that have memory of their own"
         )
     if axis is not None and (not _whole(axis, 1) or axis >= tensor.dim()):
         raise InvalidCache(
@@ -99,8 +99,8 @@ def _layer(name: str, given: list[StateTensor], tp_rank: int) -> LayerStates:
     ranges = sum(entry.ranges for entry in made.entries)
     if ranges > MAX_RANGES:
         raise UnsupportedCache(
-            f"layer {name}: its rows lie in {ranges} ranges: a record's table has at most {MAX_RANGES} a layer; a rank's rows "
-            "should be a few ranges"
+            f"layer {name}: its rows lie in {ranges} ranges: a record's table has at most {MAX_RANGES} a layer; a rank's "
+            "rows should be a few ranges"
         )
     return made
 
@@ -116,8 +116,8 @@ def _split(name: str, given: StateTensor) -> State:
 def _unsplit(name: str, given: StateTensor) -> State:
     if given.rows is not None or given.model_rows is not None:
         raise InvalidCache(
-            f"layer {name}: rows or model_rows, and a state whose split_axis is None: a layer has one slice where the split of "
-            "one of its states is not known; leave them out"
+            f"layer {name}: rows or model_rows, and a state whose split_axis is None: a layer has one slice where the "
+            "split of one of its states is not known; leave them out"
         )
     return _state(name, given.tensor, 0, {0}, ((0, 1),), 0)
 
@@ -193,8 +193,8 @@ def _check_apart(group: StateGroup) -> None:
                 break
             if _share(state, above, group.num_blocks):
                 raise UnsupportedCache(
-                    f"group {group.number}: states of {name} and {other} share memory, or their slots alternate with strides of "
-                    f"{state.slot_stride} and {above.slot_stride} bytes: each needs bytes of its own in every slot"
+                    f"group {group.number}: states of {name} and {other} share memory, or their slots alternate with "
+                    f"strides of {state.slot_stride} and {above.slot_stride} bytes: each needs bytes of its own in every slot"
                 )
 
 

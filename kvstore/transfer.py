@@ -22,7 +22,8 @@ from kvstore.copyback import CopyBackPath
 from kvstore.hostpath import host_path
 from kvstore.route import HostRoute, Route, Transfer
 from kvstore.span import Span, check_span
-from kvstore.stateroute import state_route
+from kvstore.statecopy import StateCopyPath
+from kvstore.statepath import state_path
 from kvstore.streams import wait_for_caller
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def route_of(cache: PagedKVCache, number: int) -> Route:
 
 def _make_route(cache: PagedKVCache, group: AnyGroup) -> Route:
     if isinstance(group, StateGroup):
-        return state_route(cache, group)
+        return _make_state_route(cache, group)
     if group.device.type == "cpu":
         return HostRoute(host_path(group), group)
     reason = _unserved(group.device)
@@ -95,6 +96,26 @@ def _make_route(cache: PagedKVCache, group: AnyGroup) -> Route:
         reason,
     )
     return HostRoute(CopyBackPath(cache, group), group, partial(wait_for_caller, group.device))
+
+
+def _make_state_route(cache: PagedKVCache, group: StateGroup) -> Route:
+    if group.device.type == "cpu":
+        return HostRoute(state_path(group), group)
+    path, ready = StateCopyPath(cache, group), partial(wait_for_caller, group.device)
+    reason = _unserved(group.device)
+    if reason is None:
+        from kvstore.stateroute import StateRoute, unfit_states
+        from kvstore.streams import device_of
+
+        device = device_of(group.device)
+        reason = unfit_states(group, device)
+        if reason is None:
+            return StateRoute(path, group, ready, device)
+    log.warning(
+        "group %d on %s: no kernel sums its states (%s): they are copied to the host to be verified, many times slower",
+        *(group.number, group.device, reason),
+    )
+    return HostRoute(path, group, ready)
 
 
 def slice_checksums(

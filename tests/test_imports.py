@@ -19,24 +19,26 @@ MAX_LINES = 400
 
 RANKS: tuple[tuple[str, ...], ...] = (
     # words and errors
-    ("breaker", "errors", "eviction_table", "results", "loops_numba", "planes_numpy", "space"),
+    ("breaker", "errors", "eviction_table", "results", "loops_numba", "planes_numpy", "runs", "space"),
     (
         "checksum",
         "eviction_hazard",
         "eviction_order",
         "eviction_types",
         "lifetime",
+        "loops_states",
         "memory",
         "planes_numba",
         "storefile",
     ),
     ("eviction_entries", "planes"),
-    ("codec", "eviction_leaves"),
+    ("codec", "eviction_leaves", "stategeometry"),
     ("eviction_choice",),
     ("eviction_base",),
     ("eviction",),
     ("config", "environment", "identity", "layout"),
-    ("group", "messages", "sharedmemory"),
+    ("group", "messages", "sharedmemory", "states"),
+    ("loops_states_numpy", "statetensors"),
     ("cache",),
     # one block: its bytes in the cache, its bytes on disk
     ("geometry", "replicas", "span"),
@@ -49,7 +51,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("following", "quarantine"),
     # the two doors: to the engine's memory, to storage
     ("blockdb", "hostpath", "launches", "staging", "streams"),
+    ("statepath",),
     ("audit", "copyback", "route", "storage"),
+    ("statecopy",),
     # files checked and repaired without an engine
     ("fsck", "fsck.alone", "fsck.findings", "fsck.pages", "fsck.restoring", "fsck.shards"),
     ("fsck.chunks", "fsck.mark", "fsck.options"),
@@ -61,7 +65,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("survey", "verify"),
     ("explain", "transport"),
     ("devicepath",),
-    ("fitness",),
+    ("fitness", "stateroute"),
     ("transfer",),
     # files checked by processes of their own
     ("fsck.reading", "fsck.stages", "fsck.structure"),
@@ -119,8 +123,8 @@ OUTER = ("kvstore.tools", "kvstore.engines")
 KERNELS = "kvstore.kernels"
 KERNEL_CALLERS = {"kvstore.launches"}
 ONLY_IN = {
-    "numba": ("kvstore.loops_numba",),
-    "llvmlite": ("kvstore.loops_numba",),
+    "numba": ("kvstore.loops_numba", "kvstore.loops_states"),
+    "llvmlite": ("kvstore.loops_numba", "kvstore.loops_states"),
     "triton": (KERNELS,),
     "transformers": OUTER,
     "typer": ("kvstore.tools",),
