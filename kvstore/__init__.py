@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     )
     from kvstore.config import StoreConfig
     from kvstore.errors import KVStoreError
-    from kvstore.identity import CacheIdentity, LayerSpec, Rank
+    from kvstore.identity import CacheIdentity, LayerSpec, Rank, StateSpec
     from kvstore.results import GetResult, PutResult, Rejection
+    from kvstore.states import StateTensor
     from kvstore.store import KVStore
     from kvstore.transfer import block_checksums, kv_checksum_platform_supported, slice_checksums
 
@@ -48,6 +49,8 @@ __all__ = [
     "Rank",
     "Rejection",
     "ReplicaKey",
+    "StateSpec",
+    "StateTensor",
     "StoreConfig",
     "block_checksum_tags",
     "block_checksums",
@@ -64,8 +67,9 @@ _MODULES = {
     ),
     "config": ("StoreConfig",),
     "errors": ("KVStoreError",),
-    "identity": ("CacheIdentity", "LayerSpec", "Rank"),
+    "identity": ("CacheIdentity", "LayerSpec", "Rank", "StateSpec"),
     "results": ("GetResult", "PutResult", "Rejection"),
+    "states": ("StateTensor",),
     "store": ("KVStore",),
     "transfer": ("block_checksums", "kv_checksum_platform_supported", "slice_checksums"),
 }

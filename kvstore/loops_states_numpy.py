@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.checksum import UInt64Array
 from kvstore.stategeometry import Segment
-from kvstore.states import Place, StateGroup
+
+if TYPE_CHECKING:
+    from kvstore.states import Place, StateGroup
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]

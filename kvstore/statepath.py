@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,10 +17,12 @@ import numpy.typing as npt
 from kvstore.checksum import UInt64Array
 from kvstore.hostpath import STAGED_ONLY, StagingSums, compiled_loops, staging_sums
 from kvstore.loops_states_numpy import NumpyStates, NumpyStateStaging
-from kvstore.shape import GroupShape
 from kvstore.span import Span
 from kvstore.stategeometry import Segment
-from kvstore.states import Place, StateGroup
+
+if TYPE_CHECKING:
+    from kvstore.shape import GroupShape
+    from kvstore.states import Place, StateGroup
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
