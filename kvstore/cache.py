@@ -277,7 +277,10 @@ def _layer(name: str, planes: LayerPlanes, options: _Options) -> LayerCache:
         )
     if kind not in LAYER_TYPES or kind == "mamba":
         types = ", ".join(t for t in LAYER_TYPES if t != "mamba")
-        raise UnsupportedCache(f"layer {name}: type {kind!r}: a paged cache of tokens has one of {types}")
+        raise UnsupportedCache(
+            f"layer {name}: type {kind!r}: a paged cache of tokens has one of {types}; Mamba layers "
+            "go into states={name: ...}"
+        )
     key = None if replica is None else _replica(name, replica)
     return LayerCache(
         *(name, layer_number(name), kind, planes.dtype, first_head, planes.heads, planes.k, planes.v),

@@ -18,12 +18,15 @@ from kvstore.errors import ConfigError, IdentityError, UnsupportedCache
 from kvstore.explain import StateRun, explain, runs_in_words
 from kvstore.fsck.findings import Finding, Summary
 from kvstore.fsck.options import Options
+from kvstore.fsck.salvage import salvage
 from kvstore.fsck.scan import check
 from kvstore.identity import identity_digest
 from kvstore.inspect import items
 from kvstore.record import Directory, Header, chunk_key, parse_directory, parse_header
 from kvstore.shape import GroupShape
 from kvstore.stategeometry import STATES, decode_states, encode_states
+from kvstore.survey import Names
+from kvstore.tools.look_text import show_lines, show_object
 from kvstore.verify import fingerprints
 from tests.fsck_damage import place, recount, value
 from tests.records import opened
@@ -43,6 +46,7 @@ from tests.state_cases import (
     with_tensors,
 )
 from tests.support import IDENTITY, MIB, SMALL, Raw, block_hashes, canonical, flip, index_key, open_store, random_tensor
+from tests.test_transport import exported, imported
 
 HASHES = block_hashes(4)
 IDS, OTHERS = [3, 0, 4], [1, 2, 0]
@@ -491,3 +495,39 @@ def test_a_state_is_shown_by_its_runs(shard: Path) -> None:
         "rows 0 to 39 of a state that begins at 0: 3 elements of 2 bytes a row, 2 rows a slice" in w for w in words
     )
     assert any("state 1 of rank 0: 42 elements of 4 bytes" in w for w in words)
+
+
+def test_a_state_is_printed_with_its_rows(shard: Path) -> None:
+    with opened(shard, capacity_bytes=64 * MIB) as db:
+        shown = [explain(db, item) for item in items(db)]
+    text = {one.item.group: "\n".join(show_lines(one, Names())) for one in shown if one}
+    assert "29 slices of a layer and a range of state rows, 8 tokens that a block stands for" in text[GROUP]
+    assert "slices of a layer and a head, 8 tokens each" in text[0]
+    objects = {one.item.group: show_object(one, Names()) for one in shown if one}
+    assert objects[GROUP]["flags"] == STATES
+    assert [run["range_rows"] for run in objects[GROUP]["runs"]] == [0, 2, 0, 1]
+
+
+def taken_along(shard: Path, folder: Path) -> Path:
+    """The store exported and imported elsewhere."""
+    data, out = exported(shard.parent)
+    report = imported(data, folder / "other", 64 * MIB)
+    assert (out.records, out.damaged, report.records, report.damaged) == (4, 0, 4, 0)
+    return folder / "other"
+
+
+def salvaged(shard: Path, folder: Path) -> Path:
+    """The shard salvaged from its raw bytes, after what leads to its records was lost."""
+    with (shard / "data.mdb").open("r+b") as file:
+        file.write(bytes(2 * 4096))
+    assert salvage(shard, folder / "new" / shard.name).records == 4
+    return folder / "new"
+
+
+@pytest.mark.parametrize("move", [taken_along, salvaged])
+def test_states_are_served_from_where_they_were_taken(move: Any, shard: Path, tmp_path: Path) -> None:
+    target = FORMS["unknown"](2)
+    with open_store(move(shard, tmp_path / "moved"), cache_of(target), io="inline") as store:
+        got = store.get_blocks(HASHES[:3], OTHERS, num_tokens=3 * TOKENS - 2, group=GROUP)
+        assert got.verified.all()
+    assert np.array_equal(snapshot(target)[OTHERS], snapshot(FORMS["unknown"](1))[IDS])
