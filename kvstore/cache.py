@@ -68,7 +68,8 @@ class PagedKVCache:
         """Describe the tensors of a paged cache, one entry a layer.
 
         tensors: layer name -> tensor, or (K, V) pair of tensors where the layout has neither C nor 2. bf16, fp16,
-        fp32, fp8, int8 or uint8, with any strides. layout: the order of the axes (docs of kvstore.layout).
+        fp32, fp8, int8 or uint8, with any strides. layout: the order of the axes (docs of kvstore.layout); of states alone
+        any will do.
         groups: {group number: layer names}, by default all layers in group 0. first_head: {name: global number
         of its first head} of a tensor-parallel rank, by default 0. value_channels: with C, how many of the last
         channels are V; by default half of them, none without an H axis (MLA keeps K alone). layer_types:
@@ -95,6 +96,7 @@ class PagedKVCache:
             raise InvalidCache(f"unsupported is {unsupported!r}: expected one of {UNSUPPORTED}")
         values = value_channels if isinstance(value_channels, Mapping) else dict.fromkeys(tensors, value_channels)
         names = _group_names(every, groups)
+        sizes = _block_sizes(state_block_size or {}, names, states or {})
         options = _Options(
             layout,
             _per_layer("value_channels", values, tensors),
@@ -102,8 +104,8 @@ class PagedKVCache:
             _per_layer("layer_types", layer_types or {}, tensors),
             _per_layer("kv_heads", kv_heads or {}, tensors),
             _per_layer("replicas", replicas or {}, tensors),
-            _windows(windows or {}, names),
-            _block_sizes(state_block_size or {}, names, states or {}),
+            _windows(windows or {}, {n: members for n, members in names.items() if n not in sizes}),
+            sizes,
             frozenset(states or {}),
             tp_rank,
         )
@@ -214,7 +216,7 @@ def _windows(given: object, names: Mapping[int, Sequence[str]]) -> dict[int, int
     for number, tokens in given.items():
         if number not in names or not _whole(tokens) or tokens < 1:
             raise InvalidCache(
-                f"windows[{number!r}] is {tokens!r}: expected a group of this cache, and 1 token or more"
+                f"windows[{number!r}] is {tokens!r}: expected a group of tokens of this cache, and 1 token or more"
             )
     return dict(given)
 

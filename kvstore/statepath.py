@@ -6,7 +6,9 @@ Valid tokens and positions are in no sum and no copy here: a block is the whole 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.shape import GroupShape
     from kvstore.states import Place, StateGroup
 
+log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
@@ -138,9 +141,17 @@ def _address(staging: Bytes) -> int:
     return int(staging.ctypes.data)
 
 
+@cache
 def _compiled_states() -> ModuleType | None:
-    """The compiled loops over states, None where numba is not there or does not work."""
-    return None if compiled_loops() is None else importlib.import_module("kvstore.loops_states")
+    """The compiled loops over states, None where numba is not there or does not work, which is said once in the log."""
+    if compiled_loops() is None:
+        return None
+    try:
+        return importlib.import_module("kvstore.loops_states")
+    except Exception as error:
+        # Whatever keeps numba from compiling, numpy does the work.
+        log.warning("numba does not work (%s: %s): states are moved and summed in numpy", type(error).__name__, error)
+        return None
 
 
 # No path refers to its group: an entry goes with its key.

@@ -104,6 +104,22 @@ def test_sums_are_the_reference(form: str, loops: str) -> None:
     assert slice_checksums(cache, IDS, group=GROUP).sum(axis=1, dtype=np.uint64).tolist() == expected
 
 
+def test_numba_that_does_not_compile_leaves_the_work_to_numpy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(name: str) -> None:
+        raise RuntimeError(f"{name} does not compile")
+
+    statepath._compiled_states.cache_clear()
+    monkeypatch.setattr(statepath.importlib, "import_module", broken)
+    states = mamba(1)
+    found = block_checksums(cache_of(states), IDS, group=GROUP).tolist()
+    monkeypatch.undo()
+    statepath._compiled_states.cache_clear()
+    assert found == [reference_sum(states, slot) for slot in IDS]
+    assert "kvstore.loops_states does not compile" in caplog.text
+
+
 def test_position_and_valid_tokens_are_in_no_sum() -> None:
     cache = cache_of(mamba())
     plain = block_checksums(cache, IDS, group=GROUP).tolist()
@@ -503,6 +519,11 @@ def test_a_group_has_one_kind_of_layers() -> None:
     )
     assert "one kind" in skipping.skipped[1]
     assert set(skipping.all_groups) == {0}
+    with pytest.raises(InvalidCache, match=r"windows\[1\] is 8: expected a group of tokens"):
+        PagedKVCache.from_tensors(
+            *(tensors, "BHNC", {0: list(tensors), 1: list(states)}),
+            **{"states": states, "state_block_size": {1: 4}, "windows": {1: 8}},
+        )
     with pytest.raises(InvalidCache, match="states and tensors both have"):
         PagedKVCache.from_tensors(tensors, "BHNC", states={name: [] for name in tensors}, state_block_size={0: 4})
 
