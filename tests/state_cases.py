@@ -46,10 +46,12 @@ def pages(seed: int = 0) -> States:
 
 
 def strided(seed: int = 0) -> States:
-    """Axes in no order, with gaps, that do not merge; the split one in the middle, another one last."""
+    """Axes in no order, with gaps, that do not merge; the split one in the middle, last, and before rows that have gaps
+    between them."""
     first = random_tensor((4, 6, SLOTS, 5, 10), torch.float32, 100 * seed + 1).permute(2, 0, 4, 3, 1)[:, :, ::2]
     second = random_tensor((7, SLOTS, 9), torch.float16, 100 * seed + 2).permute(1, 0, 2)[..., :8]
-    return {"layers.3.mixer": [StateTensor(first, 3), StateTensor(second, 2)]}
+    third = random_tensor((SLOTS, 6, 9), torch.bfloat16, 100 * seed + 3)[..., :7]
+    return {"layers.3.mixer": [StateTensor(first, 3), StateTensor(second, 2), StateTensor(third, 1)]}
 
 
 def unknown(seed: int = 0) -> States:

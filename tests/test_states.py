@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,44 @@ def test_sums_are_the_reference(form: str, loops: str) -> None:
     expected = [reference_sum(states, slot, tp_rank=3) for slot in IDS]
     assert block_checksums(cache, IDS, group=GROUP).tolist() == expected
     assert slice_checksums(cache, IDS, group=GROUP).sum(axis=1, dtype=np.uint64).tolist() == expected
+
+
+def tiny(seed: int = 1) -> dict[str, list[StateTensor]]:
+    return {
+        "layers.1.mixer": [
+            StateTensor(random_tensor((2, 4, 3), torch.bfloat16, seed), 1),
+            StateTensor(random_tensor((2, 4, 2, 2), torch.float32, seed + 1), 1),
+        ]
+    }
+
+
+def test_every_bit_of_a_state_changes_its_sum_and_no_other_ones(loops: str) -> None:
+    states = tiny()
+    cache = PagedKVCache.from_tensors({}, "BNC", states=states, state_block_size={0: 1})
+    before, flips = block_checksums(cache, [0, 1]).tolist(), 0
+    for state in states["layers.1.mixer"]:
+        data = state.tensor[1].view(-1).view(torch.uint8)
+        for at in range(data.numel()):
+            for bit in range(8):
+                data[at] ^= 1 << bit
+                first, second = block_checksums(cache, [0, 1]).tolist()
+                assert (first, second != before[1]) == (before[0], True)
+                data[at] ^= 1 << bit
+                flips += 1
+    assert flips == 8 * cache.state_groups[0].block_bytes
+    assert block_checksums(cache, [0, 1]).tolist() == before
+
+
+def test_any_two_rows_exchanged_change_the_sum() -> None:
+    states = tiny(7)
+    cache = PagedKVCache.from_tensors({}, "BNC", states=states, state_block_size={0: 1})
+    before = block_checksums(cache, [0]).tolist()
+    for state in states["layers.1.mixer"]:
+        for one, other in combinations(range(4), 2):
+            state.tensor[0, [one, other]] = state.tensor[0, [other, one]]
+            assert block_checksums(cache, [0]).tolist() != before
+            state.tensor[0, [one, other]] = state.tensor[0, [other, one]]
+    assert block_checksums(cache, [0]).tolist() == before
 
 
 def test_numba_that_does_not_compile_leaves_the_work_to_numpy(
