@@ -14,17 +14,25 @@ if TYPE_CHECKING:
     from kvstore.checksum import (
         BLOCK_CHECKSUM_BYTES,
         MAX_KV_HEADS_PER_LAYER,
+        block_checksum_tags,
+        num_valid_tokens,
+    )
+    from kvstore.checksumming import KVChecksumOffload, KVChecksumPending, KVChecksumWorker
+    from kvstore.comparing import KVChecksumComparison, KVChecksumRange, compare
+    from kvstore.comparing_sides import KVChecksumSide
+    from kvstore.config import StoreConfig
+    from kvstore.errors import KVStoreError
+    from kvstore.identity import CacheIdentity, LayerSpec, Rank, StateSpec
+    from kvstore.prefixes import PrefixBlocks, PrefixResult
+    from kvstore.protocol import (
         KVChecksumBlocks,
         KVChecksumGroup,
         KVChecksumRecord,
         KVChecksumScheduled,
         ReplicaKey,
-        block_checksum_tags,
-        num_valid_tokens,
+        decode_records,
+        encode_records,
     )
-    from kvstore.config import StoreConfig
-    from kvstore.errors import KVStoreError
-    from kvstore.identity import CacheIdentity, LayerSpec, Rank, StateSpec
     from kvstore.results import GetResult, PutResult, Rejection
     from kvstore.states import StateTensor
     from kvstore.store import KVStore
@@ -38,13 +46,21 @@ __all__ = [
     "CacheIdentity",
     "GetResult",
     "KVChecksumBlocks",
+    "KVChecksumComparison",
     "KVChecksumGroup",
+    "KVChecksumOffload",
+    "KVChecksumPending",
+    "KVChecksumRange",
     "KVChecksumRecord",
     "KVChecksumScheduled",
+    "KVChecksumSide",
+    "KVChecksumWorker",
     "KVStore",
     "KVStoreError",
     "LayerSpec",
     "PagedKVCache",
+    "PrefixBlocks",
+    "PrefixResult",
     "PutResult",
     "Rank",
     "Rejection",
@@ -54,6 +70,9 @@ __all__ = [
     "StoreConfig",
     "block_checksum_tags",
     "block_checksums",
+    "compare",
+    "decode_records",
+    "encode_records",
     "kv_checksum_platform_supported",
     "num_valid_tokens",
     "slice_checksums",
@@ -61,13 +80,18 @@ __all__ = [
 
 _MODULES = {
     "cache": ("PagedKVCache",),
-    "checksum": (
-        *("BLOCK_CHECKSUM_BYTES", "MAX_KV_HEADS_PER_LAYER", "KVChecksumBlocks", "KVChecksumGroup", "KVChecksumRecord"),
-        *("KVChecksumScheduled", "ReplicaKey", "block_checksum_tags", "num_valid_tokens"),
-    ),
+    "checksum": ("BLOCK_CHECKSUM_BYTES", "MAX_KV_HEADS_PER_LAYER", "block_checksum_tags", "num_valid_tokens"),
+    "checksumming": ("KVChecksumOffload", "KVChecksumPending", "KVChecksumWorker"),
+    "comparing": ("KVChecksumComparison", "KVChecksumRange", "compare"),
+    "comparing_sides": ("KVChecksumSide",),
     "config": ("StoreConfig",),
     "errors": ("KVStoreError",),
     "identity": ("CacheIdentity", "LayerSpec", "Rank", "StateSpec"),
+    "prefixes": ("PrefixBlocks", "PrefixResult"),
+    "protocol": (
+        *("KVChecksumBlocks", "KVChecksumGroup", "KVChecksumRecord", "KVChecksumScheduled", "ReplicaKey"),
+        *("decode_records", "encode_records"),
+    ),
     "results": ("GetResult", "PutResult", "Rejection"),
     "states": ("StateTensor",),
     "store": ("KVStore",),

@@ -95,7 +95,7 @@ def _audit(snapshot: ReadView, key: bytes, value: bytes) -> Rejection | None:
         return header
     if header.codec not in CODECS:
         return Rejection("version", f"codec {header.codec}, this kvstore knows {sorted(CODECS)}")
-    if wrong := _unlikely(snapshot, header):
+    if wrong := unlikely(snapshot, header):
         return wrong
     shape = shape_of(header.block_size, header.geometry, header.fingerprint, key[:PREFIX_BYTES], header.flags)
     try:
@@ -109,9 +109,9 @@ def _audit(snapshot: ReadView, key: bytes, value: bytes) -> Rejection | None:
     return block if isinstance(block, Rejection) else _content(header, shape, directory, block)
 
 
-def _unlikely(snapshot: ReadView, header: Header) -> Rejection | None:
+def unlikely(snapshot: ReadView, header: Header) -> Rejection | None:
     """Whether the header's numbers are none of a block's, or ask for more than a directory is there for: before anything is
-    made of them."""
+    made of them. Raises lmdb.Error."""
     geometry, flags = header.geometry, header.flags
     slices, raw = extent(header.block_size, geometry, flags)
     if raw != header.raw_length or not sound_numbers(header) or not sound_runs(geometry, flags):
@@ -122,7 +122,7 @@ def _unlikely(snapshot: ReadView, header: Header) -> Rejection | None:
     if directory is None or len(directory) < 8 * slices:
         return Rejection("storage_hash", f"directory: missing, or too short for {slices} slices")
     if slice_twice(geometry, flags):
-        return Rejection("header", "its geometry names a layer twice, under a header hash that is right")
+        return Rejection("header", "its geometry names a slice twice, under a header hash that is right")
     return None
 
 
@@ -151,6 +151,7 @@ def sound_runs(geometry: bytes, flags: int = 0) -> bool:
     )
 
 
+@lru_cache(maxsize=4 * SHAPES)
 def slice_twice(geometry: bytes, flags: int = 0) -> bool:
     """Whether a geometry names a slice twice. Of one that has at most MAX_SLICES."""
     if flags & STATES:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import lmdb
 
-from kvstore.following import Following
+from kvstore.following import HOLD_PATIENCE_S, Following
 from kvstore.lifetime import POLL_SECONDS
 from kvstore.quarantine import Quarantine
 from kvstore.record import MAX_HEADER_BYTES, Header, chunk_key, parse_header
@@ -61,9 +61,17 @@ class Written:
 class BlockDB(Following):
     """One shard. Owned by one KVStore; threads, forks and close as Environment."""
 
-    def __init__(self, folder: Path, capacity_bytes: int, sync: bool, writable: bool, quarantine_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        sync: bool,
+        writable: bool,
+        quarantine_bytes: int,
+        patience_s: float = HOLD_PATIENCE_S,
+    ) -> None:
         self._quarantine_bytes = quarantine_bytes
-        super().__init__(folder, capacity_bytes, sync, writable)
+        super().__init__(folder, capacity_bytes, sync, writable, patience_s)
         self._freed = writable
 
     def _environment(self, map_size: int, new: bool) -> None:

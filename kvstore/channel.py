@@ -11,6 +11,7 @@ from kvstore import errors
 from kvstore.errors import KVStoreError
 from kvstore.messages import Connection, Kind, Late, Lost, Message, as_words, pack_strings
 from kvstore.sharedmemory import SharedMemory
+from kvstore.steps import finer_blobs
 from kvstore.storage import Question, Unavailable
 
 Notes = Callable[[Mapping[str, Any]], None]
@@ -134,4 +135,10 @@ NO_CHANNEL: Final = cast(
 
 def question_blobs(question: Question) -> list[Any]:
     """A question's blobs; `start` goes beside them."""
-    return [question.shape.encode(), *pack_strings(question.hashes), as_words(question.valid), question.parent or b""]
+    return [
+        question.shape.encode(),
+        *pack_strings(question.hashes),
+        as_words(question.valid),
+        question.parent or b"",
+        *finer_blobs(question.finer),
+    ]

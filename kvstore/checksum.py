@@ -1,4 +1,4 @@
-"""The checksum of KV blocks: constants, tags, record classes and the plain numpy reference.
+"""The checksum of KV blocks: constants, tags and the plain numpy reference; the record classes of kvstore.protocol.
 
 docs/checksum.md has the mathematics. The fast implementations live behind `kvstore.transfer`; this module
 is what they are tested against, and depends on numpy alone.
@@ -6,16 +6,18 @@ is what they are tested against, and depends on numpy alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidBlockHash, InvalidPosition
-
-UInt64Array = npt.NDArray[np.uint64]
+from kvstore.protocol import KVChecksumBlocks as KVChecksumBlocks
+from kvstore.protocol import KVChecksumGroup as KVChecksumGroup
+from kvstore.protocol import KVChecksumRecord as KVChecksumRecord
+from kvstore.protocol import KVChecksumScheduled as KVChecksumScheduled
+from kvstore.protocol import ReplicaKey as ReplicaKey
+from kvstore.protocol_wire import UInt64Array as UInt64Array
 
 MAX_KV_HEADS_PER_LAYER = 2**16
 """Heads a layer may have: layer and head share one odd factor (vLLM's kv_checksum)."""
@@ -110,77 +112,3 @@ def block_checksum_tags(block_hashes: Sequence[bytes], fingerprint: int) -> UInt
     """
     heads = b"".join(check_block_hash(h, i)[:MIN_HASH_BYTES] for i, h in enumerate(block_hashes))
     return np.frombuffer(heads, "<u8").astype(np.uint64) ^ np.uint64(fingerprint & MASK64)
-
-
-class ReplicaKey(NamedTuple):
-    """Which copy of replicated KV a partial checksum covers: one of `replicas`."""
-
-    replicas: int
-    replica_index: int
-
-
-@dataclass(frozen=True)
-class KVChecksumBlocks:
-    """The blocks of one request: group -> (position of the first block, ids at consecutive positions)."""
-
-    num_tokens: int
-    groups: Mapping[int, tuple[int, list[int]]]
-
-
-@dataclass(frozen=True)
-class KVChecksumScheduled:
-    """What a step checksums, by request.
-
-    reqs_to_send: after this step's forward, when the KV is final; reqs_to_recv: once the load that this step
-    started has finished; reqs_to_load: loads of offloaded KV, against their stored checksums.
-    """
-
-    reqs_to_send: Mapping[str, KVChecksumBlocks] = field(default_factory=dict)
-    reqs_to_recv: Mapping[str, KVChecksumBlocks] = field(default_factory=dict)
-    reqs_to_load: Mapping[str, KVChecksumBlocks] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class KVChecksumGroup:
-    """Partial checksums of one group of a request, from position `start` on.
-
-    values: (positions, len(replica_keys)) uint64; stored: (positions,) uint64, the untagged checksums that
-    offloaded KV was stored with, each the sum over its parts, or None where nothing was loaded.
-    """
-
-    start: int
-    replica_keys: list[ReplicaKey]
-    values: UInt64Array
-    stored: UInt64Array | None = None
-
-    def __post_init__(self) -> None:
-        if self.start < 0:
-            raise InvalidPosition(f"start is {self.start}: expected a block position of at least 0")
-        if self.values.ndim != 2 or self.values.shape[1] != len(self.replica_keys):
-            raise InvalidPosition(
-                f"values has the shape {self.values.shape}: expected (positions, {len(self.replica_keys)}), "
-                "a column for each replica key"
-            )
-        arrays = [self.values] if self.stored is None else [self.values, self.stored]
-        if any(array.dtype != np.uint64 for array in arrays):
-            raise InvalidPosition(f"values and stored are {[str(a.dtype) for a in arrays]}: expected uint64")
-        if self.stored is not None and self.stored.shape != self.values.shape[:1]:
-            raise InvalidPosition(f"stored has the shape {self.stored.shape}: expected {self.values.shape[:1]}")
-
-
-@dataclass(frozen=True)
-class KVChecksumRecord:
-    """What one worker reports of one step.
-
-    checksums: request -> group -> its partial checksums; every request that the worker processed has an entry,
-    empty if none of its groups is here. skipped_groups: groups that cannot be checksummed. fingerprints: per
-    group the sum over this worker's layers, to be summed over pipeline stages. received: checksums that came in
-    a connector's own messages, reported by the first worker only.
-    """
-
-    pp_rank: int
-    tp_rank: int
-    checksums: Mapping[str, Mapping[int, KVChecksumGroup]] = field(default_factory=dict)
-    skipped_groups: frozenset[int] = frozenset()
-    fingerprints: Mapping[int, int] = field(default_factory=dict)
-    received: Mapping[str, bytes] = field(default_factory=dict)

@@ -67,7 +67,10 @@ class Environment(Lifetime):
     waits for calls in flight, so that no memory is unmapped under them.
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int, sync: bool, writable: bool) -> None:
+    def __init__(
+        self, folder: Path, capacity_bytes: int, sync: bool, writable: bool, patience_s: float = HOLD_PATIENCE_S
+    ) -> None:
+        """patience_s: how long a reader waits for a file that is being rewritten."""
         super().__init__(folder)
         self.sync, self.writable = sync, writable
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
@@ -86,14 +89,13 @@ class Environment(Lifetime):
         self._opened_as = claim(folder)
         try:
             with path_errors(folder, "expected a shard's folder, on a file system with room"):
-                self._open()
+                self._open(patience_s)
         except BaseException:
             self._closing = self._closed = True
             release(self._opened_as)
             raise
 
-    def _open(self, patience_s: float = HOLD_PATIENCE_S) -> None:
-        """patience_s: how long a reader waits for a file that is being rewritten."""
+    def _open(self, patience_s: float) -> None:
         if self.writable:
             make_folder(self.folder)
         check_strangers(self.folder)

@@ -73,6 +73,10 @@ class NoValidTokens(InvalidPosition):
     """A block of the call lies wholly past the request's last token."""
 
 
+class ProtocolError(KVStoreError, ValueError):
+    """A message of the checksum protocol is malformed, of another version, or says what does not fit together."""
+
+
 class InvalidTokens(KVStoreError, ValueError):
     """Token ids are not those of one request, or fewer than the cache holds."""
 

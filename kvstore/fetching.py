@@ -65,6 +65,7 @@ class Fetching:
     def __init__(self, shard: Shard, question: Question, buffers: Buffers) -> None:
         self.shard, self.question, self.buffers = shard, question, buffers
         self.tagged: dict[int, int] = {}
+        self.joint: dict[int, int] = {}
         self.missing: set[int] = set()
         self.rejected: dict[int, Rejection] = {}
         self.token = object()
@@ -134,7 +135,7 @@ class Fetching:
         if isinstance(header, Rejection):
             return Refusal(index, value, header)
         if misfit := question.shape.misfit(header, question.start + index):
-            return Refusal(index, value, misfit)
+            return self._unfit(snapshot, header, Refusal(index, value, misfit))
         if header.valid_tokens != question.valid[index]:
             self.missing.add(index)
             return None
@@ -142,6 +143,10 @@ class Fetching:
         if isinstance(payload, Rejection):
             return Refusal(index, value, payload)
         return Found(index, value, header, *payload)
+
+    def _unfit(self, snapshot: ReadView, header: Header, refusal: Refusal) -> Refusal | None:
+        """What becomes of a block whose key has an intact record that alone cannot answer for it."""
+        return refusal
 
     def _payload(self, snapshot: ReadView, header: Header) -> tuple[Directory, list[memoryview]] | Rejection:
         plan = self.question.shape.plan
@@ -229,7 +234,11 @@ class Fetching:
     def sequences(self) -> bytes:
         """The sequence numbers of the blocks that went to the sink, 8 bytes each as the index entry has them, in the order
         of `tagged`."""
-        return b"".join(self._values[index][SEQUENCE_FIELD] for index in self.tagged)
+        return b"".join(self.sequence(index) for index in self.tagged)
+
+    def sequence(self, index: int) -> bytes:
+        """The sequence number of a block that went to the sink, as the index entry has it."""
+        return self._values[index][SEQUENCE_FIELD]
 
     def doubt(self, expected: Mapping[int, int]) -> dict[int, Doubt]:
         """Tell bad records from a bad way: read again, and sum that."""

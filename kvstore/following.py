@@ -10,6 +10,7 @@ from typing import Any, Final
 import lmdb
 
 from kvstore.compaction import Compactable
+from kvstore.environment import HOLD_PATIENCE_S as HOLD_PATIENCE_S
 from kvstore.environment import REVIVE_PATIENCE_S
 from kvstore.errors import KVStoreError
 from kvstore.lifetime import POLL_SECONDS
@@ -31,14 +32,16 @@ class Following(Compactable):
     lies there. Where that cannot be opened it is `gone`, and calls find nothing, until one of them can open it.
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int, sync: bool, writable: bool) -> None:
+    def __init__(
+        self, folder: Path, capacity_bytes: int, sync: bool, writable: bool, patience_s: float = HOLD_PATIENCE_S
+    ) -> None:
         self.gone = False
         """Whether there is nothing to read: no file is open, or only one that is not the shard's any more."""
         self._replaced = False
         """Whether the files that are open are not the shard's any more. Set and unset behind the gate, as `gone` is."""
         self._look_at = self._tidy_at = 0.0
         self._told = ""
-        super().__init__(folder, capacity_bytes, sync, writable)
+        super().__init__(folder, capacity_bytes, sync, writable, patience_s)
 
     def enter(self, token: object) -> None:
         self.check_open()

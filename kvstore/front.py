@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +18,13 @@ from kvstore.errors import StoreClosed
 from kvstore.identity import CacheIdentity
 from kvstore.staging import Buffers, StagingPool
 from kvstore.storage import Storage
-from kvstore.views import GroupView
+from kvstore.views import GroupPart
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 COMPLAIN_S: Final = 10.0
+COUNTED: Final = ("put_stored", "put_present", "put_bytes", "get_verified", "get_missing", "get_bytes")
+"""Counters that are there from the beginning."""
 
 
 @dataclass(eq=False)
@@ -53,7 +55,13 @@ class Front:
         """What this store object counts."""
         return self.storage.counters
 
-    def staging(self, view: GroupView, purpose: str, buffers: Buffers) -> StagingPool:
+    def figures(self, usage: Mapping[str, int]) -> dict[str, int]:
+        """Counters, and figures of the shard. usage: what storage says of it."""
+        own = {"refused_keys": len(self.storage.refused), "emptied_at_open": int(self.storage.emptied)}
+        own |= {"loads_off": int(self.breaker.off()), "loads_switched_off": self.breaker.trips}
+        return dict.fromkeys(COUNTED, 0) | own | dict(usage) | self.counters.figures()
+
+    def staging(self, view: GroupPart, purpose: str, buffers: Buffers) -> StagingPool:
         """The pool for puts ("put"), whose buffers hold one transaction's blocks, or for gets ("get"); at least a block."""
         wanted = view.route.get_bytes if purpose == "get" and self.config.batch_bytes is None else 0
         nbytes = max(self.config.write_batch_bytes, view.block_bytes, wanted)

@@ -117,6 +117,11 @@ class CacheGroup:
         """Offset of each slice in a block's canonical bytes, and their end: (slices + 1,) int64."""
         return np.concatenate(([0], np.cumsum(self.slice_bytes))).astype(np.int64)
 
+    @property
+    def looks_back(self) -> int | None:
+        """How many tokens before a prefix's end whoever goes on there needs of this group; None: all."""
+        return None if self.window is None else self.window - 1
+
     def restricted(self, layers: Collection[LayerCache]) -> CacheGroup:
         """The group with some of its layers alone; itself where these are all."""
         kept = tuple(layer for layer in self.layers if layer in layers)

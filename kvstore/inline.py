@@ -15,15 +15,17 @@ from kvstore.config import NO_EVICTION, StoreConfig
 from kvstore.counters import Refused
 from kvstore.errors import IdentityError
 from kvstore.evicting import drop_records, evict_blocks, shrink
-from kvstore.fetching import Fetching
 from kvstore.identity import identity_digest
 from kvstore.keeper import Keeper
-from kvstore.matching import Match
+from kvstore.results import Bools
 from kvstore.shape import GroupShape
 from kvstore.shard import Shard
+from kvstore.siblings import Siblings, owning
 from kvstore.staging import Buffers
+from kvstore.steps import Finer
 from kvstore.storage import Question
 from kvstore.storing import Storing
+from kvstore.wide import WideGet, match, present
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, eq=False)
 class Opening:
     """What a shard is opened with. identity_json: canonical; clock: seconds since 1970, for eviction; refused: keys that are
-    refused already."""
+    refused already; copies: whether other ranks of this split write some of this one's heads."""
 
     folder: Path
     config: StoreConfig
@@ -39,10 +41,17 @@ class Opening:
     writable: bool
     clock: Callable[[], float]
     refused: Iterable[tuple[bytes, bytes]] = ()
+    copies: bool = False
 
 
 def open_shard(opening: Opening) -> Shard:
     """Open a shard. Raises what KVStore raises for paths, files, identities and capacities."""
+    with owning(opening.folder) as opened:
+        opened.append(_open_shard(opening))
+        return opened[0]
+
+
+def _open_shard(opening: Opening) -> Shard:
     config = opening.config
     db = BlockDB(opening.folder, config.capacity_bytes, config.sync, opening.writable, config.quarantine_bytes)
     try:
@@ -89,8 +98,10 @@ def _check_identity(shard: Shard) -> None:
 class InlineStorage:
     """Storage in this process. Threads, forks and close as Environment."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, copies: bool = False) -> None:
+        """copies: whether other ranks of this split write some of this one's heads."""
         self.shard = shard
+        self.siblings = Siblings(shard.db.folder, shard.config, copies)
         self.calls = shard.db.calls
         self.counters, self.refused = shard.counters, shard.refused
         self.emptied = shard.db.emptied
@@ -110,11 +121,14 @@ class InlineStorage:
     def put(self, question: Question) -> Storing:
         return Storing(self.shard, question, self.buffers)
 
-    def get(self, question: Question) -> Fetching:
-        return Fetching(self.shard, question, self.buffers)
+    def get(self, question: Question) -> WideGet:
+        return WideGet(self.shard, self.siblings, question, self.buffers)
 
-    def match(self, shape: GroupShape, hashes: list[bytes]) -> int:
-        return Match(self.shard, shape, shape.keys(hashes)).run()
+    def match(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> int:
+        return match(self.shard, self.siblings, shape, hashes, finer)
+
+    def present(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> Bools:
+        return present(self.shard, self.siblings, shape, hashes, finer)
 
     def touch(self, shape: GroupShape, hashes: list[bytes]) -> None:
         keeper = self.shard.keeper
@@ -133,3 +147,4 @@ class InlineStorage:
 
     def close(self) -> None:
         self.shard.close()
+        self.siblings.close()

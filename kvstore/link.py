@@ -88,6 +88,7 @@ class Link:
             "folder": str(opening.folder),
             "config": asdict(opening.config),
             "writable": opening.writable,
+            "copies": opening.copies,
             "now": opening.clock(),
             "log_level": log.getEffectiveLevel(),
         }

@@ -25,6 +25,8 @@ class Match:
     shard: Shard
     shape: GroupShape
     keys: list[bytes]
+    start: int = 0
+    """The position of the first."""
 
     def run(self) -> int:
         """How many leading keys answer; 0, and counted, where LMDB cannot read."""
@@ -33,7 +35,7 @@ class Match:
             with self.shard.db.read() as snapshot:
                 while found < len(self.keys):
                     asked = self.keys[found : found + step]
-                    new = self._leading(found, asked, snapshot.headers(asked))
+                    new = self._leading(self.start + found, asked, snapshot.headers(asked))
                     found += new
                     if new < len(asked):
                         break
@@ -42,6 +44,16 @@ class Match:
             self.shard.counters.add("match_failed")
             return 0
         return found
+
+    def each(self) -> list[bool]:
+        """Whether each key answers; none, and counted, where LMDB cannot read."""
+        try:
+            with self.shard.db.read() as snapshot:
+                entries = snapshot.headers(self.keys)
+                return [bool(self._leading(self.start + i, self.keys[i : i + 1], [e])) for i, e in enumerate(entries)]
+        except lmdb.Error:
+            self.shard.counters.add("match_failed")
+            return [False] * len(self.keys)
 
     def _leading(self, position: int, keys: list[bytes], entries: list[memoryview | None]) -> int:
         """How many leading keys answer, the first of which asks for a position."""

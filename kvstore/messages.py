@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Raised with every change of what is said: kvstore may have been upgraded since the engine started."""
 MAGIC: Final = 0x5653564B
 HEAD: Final = struct.Struct("<IHHQQQ")
@@ -41,7 +41,7 @@ class Kind(IntEnum):
 
     OPEN, READY, CHANNEL, PING, PONG, CLOSE, CLOSED = range(1, 8)
     PUT, WRITE, END_PUT, GET, PART, TAKEN, DOUBT, REFUSE = range(16, 24)
-    MATCH, TOUCH, EVICT, CLEAR, USAGE = range(32, 37)
+    MATCH, TOUCH, EVICT, CLEAR, USAGE, PRESENT = range(32, 38)
     DONE, FAILED = range(48, 50)
 
 

@@ -36,6 +36,14 @@ def _check_state_ranks(cache: PagedKVCache, rank: Rank) -> None:
                 )
 
 
+def check_choices(mode: object, io: object) -> None:
+    """Raise ConfigError for a mode or an io that there is not."""
+    if mode not in ("r", "rw"):
+        raise ConfigError(f'mode {mode!r}: expected "r" or "rw"')
+    if io not in ("inline", "process"):
+        raise ConfigError(f'io {io!r}: expected "inline" or "process"')
+
+
 def store_root(path: str | os.PathLike[str]) -> Path:
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(name, str) or not name or "\0" in name or not _is_utf8(name):

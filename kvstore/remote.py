@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+
 from kvstore.channel import understood
 from kvstore.counters import Counters, Refused
 from kvstore.errors import KVStoreError
@@ -23,7 +25,9 @@ from kvstore.messages import (
 )
 from kvstore.remoteget import RemoteGet
 from kvstore.remoteput import RemotePut
+from kvstore.results import Bools
 from kvstore.shape import GroupShape
+from kvstore.steps import Finer, finer_blobs
 from kvstore.storage import Question, Unavailable
 from kvstore.storefile import claim, release
 from kvstore.watching import Watch
@@ -73,9 +77,16 @@ class RemoteStorage(Lifetime):
     def get(self, question: Question) -> RemoteGet:
         return RemoteGet(self._watch, question)
 
-    def match(self, shape: GroupShape, hashes: list[bytes]) -> int:
-        answer = self._ask(Kind.MATCH, [shape.encode(), *pack_strings(hashes)])
+    def match(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> int:
+        answer = self._ask(Kind.MATCH, [shape.encode(), *pack_strings(hashes), *finer_blobs(finer)])
         return min(len(hashes), max(0, understood(lambda: int(answer.fields["found"]))))
+
+    def present(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> Bools:
+        answer = self._ask(Kind.PRESENT, [shape.encode(), *pack_strings(hashes), *finer_blobs(finer)])
+        found: Bools = understood(lambda: np.frombuffer(answer.blobs[0], np.uint8) != 0)
+        if found.size != len(hashes):
+            raise Unavailable(f"the I/O process told of {found.size} blocks and was asked for {len(hashes)}")
+        return found
 
     def touch(self, shape: GroupShape, hashes: list[bytes]) -> None:
         self._ask(Kind.TOUCH, [shape.encode(), *pack_strings(hashes)])

@@ -26,7 +26,7 @@ from kvstore.messages import (
 from kvstore.results import Rejection
 from kvstore.route import Feed
 from kvstore.staging import NO_BUFFERS
-from kvstore.storage import Doubt, EngineSink, Question, Unavailable
+from kvstore.storage import NO_SEQUENCE, Doubt, EngineSink, Question, Unavailable
 from kvstore.watching import Watch
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class RemoteGet:
         self.held: dict[Any, Any] = {}
         self.buffers = NO_BUFFERS
         self.tagged: dict[int, int] = {}
+        self.joint: dict[int, int] = {}
         self.missing: set[int] = set()
         self.rejected: dict[int, Rejection] = {}
         self.channel = NO_CHANNEL
@@ -129,6 +130,9 @@ class RemoteGet:
         self.tagged = dict(zip(landed, unsigned_words(tagged).tolist(), strict=True))
         self._sequences = {i: bytes(sequences[8 * n : 8 * n + 8]) for n, i in enumerate(landed)}
         self.missing, self.rejected = set(message.fields["missing"]), rejected
+        self.joint = {int(last): int(count) for last, count in message.fields["joint"]}
+        if any(not set(range(last + 1 - count, last + 1)) <= set(landed) for last, count in self.joint.items()):
+            raise ValueError("blocks that belong together, and did not all come")
 
     def doubt(self, expected: Mapping[int, int]) -> dict[int, Doubt]:
         checksums = as_words(np.array(list(expected.values()), np.uint64))
@@ -155,7 +159,8 @@ class RemoteGet:
 
     def refuse(self, rejections: Mapping[int, Rejection]) -> None:
         for index in rejections:
-            self._watch.refused.add_sequence(self._question.keys[index], self._sequences[index])
+            if self._sequences[index] != NO_SEQUENCE:
+                self._watch.refused.add_sequence(self._question.keys[index], self._sequences[index])
         try:
             told = [[i, r.kind, r.detail, r.condemned] for i, r in rejections.items()]
             self.channel.ask(Kind.REFUSE, {"rejections": told, "now": self._watch.opening.clock()})

@@ -33,6 +33,7 @@ FAILURE_REASONS: Final = {
     "io_error": "the file system or the database failed to write",
     "backpressure": "too many puts were waiting already",
     "io_process": "the process that writes the shard ended or did not answer; the block may be stored all the same",
+    "replica": "this rank has copies of heads that other ranks store",
 }
 """Every reason for which a block is not stored."""
 

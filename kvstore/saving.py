@@ -15,7 +15,7 @@ from kvstore.route import Gathered, Staged, Transfer
 from kvstore.span import Span
 from kvstore.staging import Buffer, BuffersBusy, StagingPool
 from kvstore.storage import Batch, Outcomes, Putting, Question, Unavailable
-from kvstore.views import GroupView
+from kvstore.views import GroupPart
 
 FULL = {"store_full", "reader_holds_space"}
 
@@ -55,7 +55,7 @@ class Save:
     """
 
     front: Front
-    view: GroupView
+    view: GroupPart
     transfer: Transfer
     question: Question
     span: Span

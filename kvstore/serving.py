@@ -32,6 +32,7 @@ from kvstore.results import Rejection
 from kvstore.shape import GroupShape
 from kvstore.sharedmemory import mapped
 from kvstore.staging import HostBuffer
+from kvstore.steps import finer_hashes
 from kvstore.storage import Question
 from kvstore.storing import Storing
 
@@ -228,12 +229,13 @@ class Handler:
             self._storing = None
 
     def _question(self, message: Message) -> Question:
-        shape, lengths, hashes, valid, parent = message.blobs
+        shape, lengths, hashes, valid, parent, *finer = message.blobs
         words = signed_words(valid)
         found = unpack_strings(lengths, hashes)
         if len(found) != words.size:
             raise ValueError(f"{len(found)} hashes and {words.size} counts of valid tokens")
-        return Question(self._server.shape(shape), found, int(message.fields["start"]), words, bytes(parent) or None)
+        start, before = int(message.fields["start"]), bytes(parent) or None
+        return Question(self._server.shape(shape), found, start, words, before, finer_hashes(*finer))
 
     def put(self, message: Message) -> Message:
         """Begin a put."""
@@ -285,7 +287,8 @@ class Handler:
         landed = list(fetching.tagged)
         blobs = [as_words(landed), as_words(np.array(list(fetching.tagged.values()), np.uint64)), fetching.sequences()]
         rejected = [[i, r.kind, r.detail, r.condemned] for i, r in fetching.rejected.items()]
-        return Message(Kind.DONE, 0, {"missing": sorted(fetching.missing), "rejected": rejected}, blobs)
+        joint = list(fetching.joint.items())
+        return Message(Kind.DONE, 0, {"missing": sorted(fetching.missing), "rejected": rejected, "joint": joint}, blobs)
 
     def doubt(self, message: Message) -> Message:
         """Read blocks of the last get again."""
@@ -310,9 +313,17 @@ class Handler:
 
     def match(self, message: Message) -> Message:
         """Count leading blocks."""
-        shape, lengths, hashes = message.blobs
-        found = self._server.storage.match(self._server.shape(shape), unpack_strings(lengths, hashes))
+        shape, lengths, hashes, *finer = message.blobs
+        asked = unpack_strings(lengths, hashes)
+        found = self._server.storage.match(self._server.shape(shape), asked, finer_hashes(*finer))
         return Message(Kind.DONE, 0, {"found": found})
+
+    def present(self, message: Message) -> Message:
+        """Tell which blocks are here."""
+        shape, lengths, hashes, *finer = message.blobs
+        asked = unpack_strings(lengths, hashes)
+        found = self._server.storage.present(self._server.shape(shape), asked, finer_hashes(*finer))
+        return Message(Kind.DONE, 0, {}, [found.astype(np.uint8).tobytes()])
 
     def touch(self, message: Message) -> Message:
         """Tell eviction of a request."""
@@ -341,6 +352,7 @@ WORK: Final[Mapping[Kind, Callable[[Handler, Message], Message | None]]] = {
     Kind.DOUBT: Handler.doubt,
     Kind.REFUSE: Handler.refuse,
     Kind.MATCH: Handler.match,
+    Kind.PRESENT: Handler.present,
     Kind.TOUCH: Handler.touch,
     Kind.EVICT: Handler.evict,
     Kind.CLEAR: Handler.clear,

@@ -162,6 +162,8 @@ class StateGroup:
     num_blocks: int
     device: torch.device = CPU
     window = None
+    looks_back = 1
+    """Tokens before a prefix's end that whoever goes on there needs of this group: its last block has the state."""
 
     @cached_property
     def entries(self) -> tuple[StateRows, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,15 @@ from kvstore.results import Bools, Rejection
 from kvstore.shape import GroupShape
 from kvstore.span import Span
 from kvstore.staging import Buffer, Buffers
+from kvstore.steps import Finer
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 Outcomes = dict[int, str]
 """By a block's index: "stored", "present", or why it failed."""
+
+NO_SEQUENCE: Final = bytes(8)
+"""In the place of a sequence number, of a block that was put together from several records."""
 
 
 class Unavailable(Exception):
@@ -31,13 +35,14 @@ class Unavailable(Exception):
 @dataclass(frozen=True, eq=False)
 class Question:
     """Consecutive blocks of one request. start: the first one's position; valid: valid tokens of each, (blocks,) int64;
-    parent: the hash before the first."""
+    parent: the hash before the first; finer: hashes within blocks, where the engine has them."""
 
     shape: GroupShape
     hashes: list[bytes]
     start: int
     valid: Ints
     parent: bytes | None = None
+    finer: Finer | None = None
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -46,6 +51,11 @@ class Question:
     def keys(self) -> list[bytes]:
         """The blocks' index keys."""
         return self.shape.keys(self.hashes)
+
+    @cached_property
+    def steps(self) -> Finer:
+        """The hashes at most places that the engine has."""
+        return self.finer or Finer(self.shape.block_size, self.hashes)
 
     def span(self, indices: Sequence[int]) -> Span:
         """The chosen blocks, as rows of staging memory."""
@@ -148,6 +158,9 @@ class Getting(Protocol):
 
     tagged: dict[int, int]
     """Of the blocks that went to the sink, by index: the stored checksum, under its tag."""
+    joint: dict[int, int]
+    """Blocks that were stored as one, by the last one's index: how many. `tagged` has their common checksum there, and 0 for
+    the others."""
     missing: set[int]
     rejected: dict[int, Rejection]
 
@@ -205,8 +218,11 @@ class Storage(Protocol):
     def get(self, question: Question) -> Getting:
         """A get that has not begun."""
 
-    def match(self, shape: GroupShape, hashes: list[bytes]) -> int:
-        """How many leading blocks are here, from position 0. Raises Unavailable."""
+    def match(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> int:
+        """How many leading blocks are here, from position 0. finer: as a question's. Raises Unavailable."""
+
+    def present(self, shape: GroupShape, hashes: list[bytes], finer: Finer | None = None) -> Bools:
+        """Which blocks are here, from position 0, (blocks,) bool. Raises Unavailable."""
 
     def touch(self, shape: GroupShape, hashes: list[bytes]) -> None:
         """A request came that wants these blocks, from position 0. Raises Unavailable."""

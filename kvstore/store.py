@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+import numpy as np
+
 from kvstore.breaker import Breaker
 from kvstore.cache import PagedKVCache
 from kvstore.checksum import check_block_hash
@@ -20,11 +22,13 @@ from kvstore.front import Front
 from kvstore.identity import CacheIdentity, Rank
 from kvstore.inline import InlineStorage, Opening, open_shard
 from kvstore.loading import Load
-from kvstore.opening import check_layers, check_types, complete_identity, store_root
+from kvstore.opening import check_choices, check_layers, check_types, complete_identity, store_root
+from kvstore.prefixes import Blocks, PrefixBlocks, PrefixResult, common_block_size, usable_tokens
 from kvstore.remote import RemoteStorage
 from kvstore.results import GetResult, PutResult
 from kvstore.saving import Save
 from kvstore.span import as_hashes, check_hashes, check_span
+from kvstore.steps import blocks_of, whole_blocks
 from kvstore.storage import Question, Storage, Unavailable
 from kvstore.views import GroupView
 
@@ -64,15 +68,14 @@ class KVStore:
     ) -> None:
         config, rank = StoreConfig() if config is None else config, Rank() if rank is None else rank
         check_types(cache, identity, config, rank)
-        if mode not in ("r", "rw"):
-            raise ConfigError(f'mode {mode!r}: expected "r" or "rw"')
-        if io not in ("inline", "process"):
-            raise ConfigError(f'io {io!r}: expected "inline" or "process"')
+        check_choices(mode, io)
         complete = complete_identity(identity, cache, rank)
+        self._rank = rank
         self._bind(cache, complete)
-        text = complete.canonical_json().encode()
-        opening = Opening(store_root(path) / rank.folder, config, text, mode == "rw", clock)
-        storage: Storage = RemoteStorage(opening) if io == "process" else InlineStorage(open_shard(opening))
+        text, copies = complete.canonical_json().encode(), any(v.written is not v for v in self._views.values())
+        opening = Opening(store_root(path) / rank.folder, config, text, mode == "rw", clock, copies=copies)
+        storage: Storage
+        storage = RemoteStorage(opening) if io == "process" else InlineStorage(open_shard(opening), copies)
         breaker = Breaker(config.max_rejections_per_minute, config.loads_off_s)
         self._front = Front(storage, opening.folder, complete, config, breaker)
         self._writable, self._owner = mode == "rw", True
@@ -80,7 +83,7 @@ class KVStore:
     def _bind(self, cache: PagedKVCache, identity: CacheIdentity) -> None:
         check_layers(cache, identity)
         self._cache = cache
-        self._views = {number: GroupView(cache, number, identity) for number in cache.all_groups}
+        self._views = {number: GroupView(cache, number, identity, self._rank) for number in cache.all_groups}
 
     def attach(self, cache: PagedKVCache) -> KVStore:
         """A KVStore over the same open shard whose blocks lie in another cache of the same model.
@@ -92,6 +95,7 @@ class KVStore:
         if not isinstance(cache, PagedKVCache):
             raise InvalidCache(f"cache is a {type(cache).__name__}: expected PagedKVCache.from_tensors(...)")
         other = object.__new__(type(self))
+        other._rank = self._rank
         other._bind(cache, self._front.identity)
         other._front, other._writable, other._owner = self._front, self._writable, False
         return other
@@ -135,6 +139,8 @@ class KVStore:
         NoValidTokens, UnknownGroup, ReadOnlyStore, StoreClosed or StoreForked; then nothing was stored.
         """
         job, turn = self._save(block_hashes, block_ids, start, num_tokens, group, parent), object()
+        if isinstance(job, PutResult):
+            return job
         try:
             return self._run(job.run) if self._queued(turn) else job.refuse()
         finally:
@@ -147,29 +153,70 @@ class KVStore:
         start: int = 0,
         num_tokens: int | None = None,
         group: int = 0,
+        hash_block_size: int | None = None,
     ) -> GetResult:
         """Load consecutive blocks of one request into the engine's cache, and verify them there.
 
         Arguments and exceptions as `put_blocks`. Only blocks with `verified` may be used: the others' contents are
         undefined. Slots past the last valid token are never written. A block that is rejected, also for a wrong
         `start`, is a miss from then on, until it is put again.
+
+        Blocks that ranks of another split stored, or that were stored in blocks of another size, are put together.
+        hash_block_size: where the engine hashes the request in smaller steps than its blocks, how many tokens; block_hashes
+        then has a hash for each step, and blocks of that size are found, too.
         """
-        return self._run(self._load(block_hashes, block_ids, start, num_tokens, group).run)
+        return self._run(self._load(block_hashes, block_ids, start, num_tokens, group, hash_block_size).run)
 
-    def match_prefix(self, block_hashes: Sequence[bytes] | Mapping[int, Sequence[bytes]], group: int = 0) -> int:
-        """How many leading blocks of a request are here. No side effects; a later get may still refuse one, or miss one
-        that was stored with another number of valid tokens.
+    def match_prefix(
+        self,
+        block_hashes: Sequence[bytes] | Mapping[int, Sequence[bytes]],
+        group: int = 0,
+        hash_block_size: int | None = None,
+    ) -> int:
+        """How many leading blocks of a request are here, all that this rank needs of each. No side effects; a later get may
+        still refuse one, or miss one that was stored with another number of valid tokens.
 
-        block_hashes: from position 0; or {group: hashes} for several groups, where a prefix ends as soon as one
-        group's does. Raises InvalidBlockHash, UnknownGroup, StoreClosed or StoreForked.
+        block_hashes: from position 0; or {group: hashes} for several groups of one block size, of each of which what the
+        prefix needs must be here (`match_tokens`). hash_block_size: as for `get_blocks`; whole blocks count. Raises
+        InvalidBlockHash, UnknownGroup, ConfigError for block sizes that differ, StoreClosed or StoreForked.
         """
         self._front.storage.check_open()
         if isinstance(block_hashes, Mapping):
-            return min((self.match_prefix(hashes, number) for number, hashes in block_hashes.items()), default=0)
-        shape, hashes = self._view(group).shape, as_hashes(block_hashes)
+            sizes = {number: self._view(number).shape.block_size for number in block_hashes}
+            size = common_block_size(sizes) if sizes else 1
+            return self.match_tokens(block_hashes, hash_block_size) // size
+        shape, steps = self._view(group).shape, as_hashes(block_hashes)
+        hashes, finer = whole_blocks(steps, shape.block_size, hash_block_size)
         if self._front.breaker.off():
             return 0
-        return self._ask("match_unavailable", lambda: self._front.storage.match(shape, hashes), 0)
+        return self._ask("match_unavailable", lambda: self._front.storage.match(shape, hashes, finer), 0)
+
+    def match_tokens(self, block_hashes: Mapping[int, Sequence[bytes]], hash_block_size: int | None = None) -> int:
+        """How many leading tokens of a request can be had: of full attention every block up to there, of a sliding window
+        those that it looks back at, of a state the one at the end. A multiple of every group's block size. No side effects.
+
+        block_hashes: {group: hashes from position 0}, each group's in its own block size. Raises as `match_prefix`.
+        """
+        self._front.storage.check_open()
+        return usable_tokens([self._present(n, hashes, hash_block_size) for n, hashes in block_hashes.items()])
+
+    def _present(self, number: int, block_hashes: Sequence[bytes], hash_block_size: int | None) -> Blocks:
+        view, storage, none = self._view(number), self._front.storage, np.zeros(0, bool)
+        hashes, finer = whole_blocks(as_hashes(block_hashes), view.shape.block_size, hash_block_size)
+        if self._front.breaker.off():
+            return view.blocks(none)
+        if view.group.looks_back is None:
+            leading = self._ask("match_unavailable", lambda: storage.match(view.shape, hashes, finer), 0)
+            return view.blocks(np.ones(leading, bool))
+        return view.blocks(self._ask("match_unavailable", lambda: storage.present(view.shape, hashes, finer), none))
+
+    def get_prefix(self, blocks: Mapping[int, PrefixBlocks]) -> PrefixResult:
+        """Load what `match_tokens` promised, whole blocks of several groups of one request, and tell how many leading tokens
+        may be used then. Attention without the state or the window that belongs to it is not usable. Raises as `get_blocks`.
+        """
+        got = {n: self.get_blocks(b.block_hashes, b.block_ids, b.start, group=n) for n, b in blocks.items()}
+        there = [self._view(n).blocks(got[n].verified, b.start) for n, b in blocks.items()]
+        return PrefixResult(usable_tokens(there), got)
 
     def touch(self, block_hashes: Sequence[bytes], group: int = 0) -> None:
         """A request came that wants these blocks, from position 0, here or not: this feeds eviction. Nothing is written.
@@ -221,13 +268,10 @@ class KVStore:
     ) -> Future[PutResult]:
         """`put_blocks` in a thread of the store: arguments are checked and copied now, and exceptions raised; the engine's
         blocks must not change until the future is done."""
-        job, turn, refused = (
-            self._save(block_hashes, block_ids, start, num_tokens, group, parent),
-            object(),
-            Future[PutResult](),
-        )
-        if not self._queued(turn):
-            refused.set_result(job.refuse())
+        job, turn = self._save(block_hashes, block_ids, start, num_tokens, group, parent), object()
+        if isinstance(job, PutResult) or not self._queued(turn):
+            refused = Future[PutResult]()
+            refused.set_result(job if isinstance(job, PutResult) else job.refuse())
             return refused
         try:
             future = self._front.submit(self._run, job.run)
@@ -244,10 +288,11 @@ class KVStore:
         start: int = 0,
         num_tokens: int | None = None,
         group: int = 0,
+        hash_block_size: int | None = None,
     ) -> Future[GetResult]:
         """`get_blocks` in a thread of the store: arguments are checked and copied now, and exceptions raised; the engine's
         blocks must not be used until the future is done."""
-        job = self._load(block_hashes, block_ids, start, num_tokens, group)
+        job = self._load(block_hashes, block_ids, start, num_tokens, group, hash_block_size)
         return self._front.submit(self._run, job.run)
 
     def _save(
@@ -258,25 +303,39 @@ class KVStore:
         num_tokens: int | None,
         group: int,
         parent: bytes | None,
-    ) -> Save:
-        """A put, checked, with copies of its arguments: the caller may reuse them at once."""
+    ) -> Save | PutResult:
+        """A put, checked, with copies of its arguments: the caller may reuse them at once. Its result where this rank stores
+        nothing of the group."""
         self._check_writable()
         view = self._view(group)
         span = check_span(view.group, block_ids, start, num_tokens)
         hashes = check_hashes(block_hashes, len(span))
         before = None if parent is None else check_block_hash(parent)
-        question = Question(view.shape, hashes, span.start, span.valid, before)
-        return Save(self._front, view, view.route.begin_put(), question, span)
+        if view.written is None:
+            self._front.counters.add("put_failed_replica", len(span))
+            none = np.zeros(len(span), bool)
+            return PutResult(none, none.copy(), dict.fromkeys(range(len(span)), "replica"))
+        question = Question(view.written.shape, hashes, span.start, span.valid, before)
+        return Save(self._front, view.written, view.written.route.begin_put(), question, span)
 
     def _load(
-        self, block_hashes: Sequence[bytes], block_ids: Sequence[int], start: int, num_tokens: int | None, group: int
+        self,
+        block_hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        start: int,
+        num_tokens: int | None,
+        group: int,
+        hash_block_size: int | None,
     ) -> Load:
         """A get, checked, with copies of its arguments."""
         self._front.storage.check_open()
         view = self._view(group)
         span = check_span(view.group, block_ids, start, num_tokens)
-        hashes = check_hashes(block_hashes, len(span))
-        question = Question(view.shape, hashes, span.start, span.valid)
+        if hash_block_size is None:
+            hashes, finer = check_hashes(block_hashes, len(span)), None
+        else:
+            hashes, finer = blocks_of(check_hashes(block_hashes), span, view.shape.block_size, hash_block_size)
+        question = Question(view.shape, hashes, span.start, span.valid, finer=finer)
         return Load(self._front, view, view.route.begin_get(), question, span)
 
     def _run(self, work: Callable[[], T]) -> T:
@@ -314,12 +373,7 @@ class KVStore:
 
     def stats(self) -> dict[str, int]:
         """Counters of this store object (put_*, get_*, io_*) and figures of the shard (records, bytes, quarantine)."""
-        front, storage = self._front, self._front.storage
-        own = {"refused_keys": len(storage.refused), "emptied_at_open": int(storage.emptied)}
-        own |= {"loads_off": int(front.breaker.off()), "loads_switched_off": front.breaker.trips}
-        zeros = dict.fromkeys(("put_stored", "put_present", "put_bytes", "get_verified", "get_missing", "get_bytes"), 0)
-        usage = self._ask("stats_failed", storage.usage, dict[str, int]())
-        return zeros | own | usage | front.counters.figures()
+        return self._front.figures(self._ask("stats_failed", self._front.storage.usage, dict[str, int]()))
 
     def close(self) -> None:
         """Finish submitted calls, wait for all others, sync and give the shard up. Twice is allowed.

@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+import numpy as np
 from lmdb.verify import VerifyError, verify
 from xxhash import xxh3_64_intdigest
 
@@ -48,6 +49,20 @@ MAX_MAP: Final = 2**47
 TREE_CHECK_BYTES: Final = 2**28
 CHECKS: Final = 3
 """Looks at a data.mdb that a writer changes meanwhile."""
+LMDB_NODE: Final = struct.Struct("<HHHH")
+"""Low and high half of the value's length (in a branch, of the child's page number), flags, length of the key."""
+LMDB_LEAF, LMDB_BIG_VALUE, NO_PAGE = 0x02, 0x01, 2**64 - 1
+"""Flag of a page, flag of a node whose value lies on pages of its own, root of an empty tree."""
+
+
+class LastMeta(NamedTuple):
+    """What the meta page of the last transaction says. free: the root of the free list; last: the highest page number."""
+
+    map_size: int
+    page_size: int
+    free: int
+    last: int
+    txn: int
 
 
 @dataclass(frozen=True)
@@ -261,39 +276,72 @@ def check_data_file(path: Path) -> int:
         newest, size = newest_meta(path)
         if newest is None:
             return 0
-        map_size, page_size, last, _txn = newest
-        if map_size >= MAX_MAP:
-            raise StoreDamaged(_damaged(path, f"its meta page names a map of {map_size} bytes"))
-        problem = _tree_problem(path) if (last + 1) * page_size > size else None
+        if newest.map_size >= MAX_MAP:
+            raise StoreDamaged(_damaged(path, f"its meta page names a map of {newest.map_size} bytes"))
+        pages = f"{size} bytes of {newest.last + 1} pages of {newest.page_size}"
+        short = (newest.last + 1) * newest.page_size > size
+        problem = (_tree_problem(path) or value_cut_short(path)) if short else None
         if problem is None:
-            return map_size
+            return newest.map_size
         if newest_meta(path)[0] == newest:
             break
-    raise StoreDamaged(_damaged(path, f"{size} bytes of {last + 1} pages of {page_size}: {problem}"))
+    raise StoreDamaged(_damaged(path, f"{pages}: {problem}"))
 
 
 def check_tree(path: Path) -> None:
     """Raise StoreDamaged where the database's trees do not hold together: LMDB ends the process where it meets that while
-    it writes. Not beside a writer. At most about 3 seconds; files of more than TREE_CHECK_BYTES are not
-    checked."""
+    it writes. Not beside a writer. At most about 3 seconds; not of files of more than TREE_CHECK_BYTES."""
     if path.stat().st_size <= TREE_CHECK_BYTES and (problem := _tree_problem(path)):
         raise StoreDamaged(_damaged(path, problem))
 
 
-def newest_meta(path: Path) -> tuple[tuple[int, int, int, int] | None, int]:
+def value_cut_short(path: Path) -> str | None:
+    """How a file that `lmdb.verify` passes ends within a value, of whose pages verify looks at the first alone; None where
+    it does not. Every page is in use or free by then: the free list tells. Raises OSError; StoreDamaged without a meta."""
+    meta, size = newest_meta(path)
+    if meta is None:
+        return None
+    end = size // meta.page_size
+    try:
+        with path.open("rb") as file:
+            free = sum(int(np.count_nonzero(pages >= end)) for pages in _free_pages(file.fileno(), meta))
+    except (struct.error, ValueError, OverflowError) as error:
+        return f"the free list cannot be read: {error}"
+    used = meta.last + 1 - end - free
+    return f"the value that goes on at page {end} has {used} pages beyond EOF" if used > 0 else None
+
+
+def _free_pages(fd: int, meta: LastMeta) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint64]]]:
+    """The page numbers of each entry of the free list. Raises struct.error, ValueError, OverflowError where it is none."""
+    todo, left = [meta.free] if meta.free != NO_PAGE else [], meta.last
+    while todo and left:
+        page, left = os.pread(fd, meta.page_size, todo.pop() * meta.page_size), left - 1
+        flags, lower = struct.unpack_from("<HH", page, 10)
+        for place in struct.unpack_from(f"<{max(0, lower - 16) // 2}H", page, 16):
+            low, high, node_flags, key_size = LMDB_NODE.unpack_from(page, place)
+            start, size = place + LMDB_NODE.size + key_size, low | high << 16
+            if not flags & LMDB_LEAF:
+                todo.append(size | node_flags << 32)
+            else:
+                large, run = node_flags & LMDB_BIG_VALUE, struct.unpack_from("<Q", page, start)[0]
+                value = os.pread(fd, size, run * meta.page_size + 16) if large else page[start : start + size]
+                yield np.frombuffer(value, "<u8")[1:]
+
+
+def newest_meta(path: Path) -> tuple[LastMeta | None, int]:
     """The meta page of the last transaction, None where there is no file yet, and the file's size: taken after the
-    page, since a writer makes the file longer before it writes the page."""
+    page, since a writer makes the file longer before it writes the page. Raises OSError, StoreDamaged."""
     if not path.exists():
         return None, 0
     with path.open("rb") as file:
         head = os.pread(file.fileno(), 4096, 0)
         first = _meta(head)
-        second = _meta(os.pread(file.fileno(), 4096, first[1])) if first else None
+        second = _meta(os.pread(file.fileno(), 4096, first.page_size)) if first else None
         size = os.fstat(file.fileno()).st_size
     metas = [meta for meta in (first, second) if meta]
     if head and not metas:
         raise StoreDamaged(_damaged(path, "no intact LMDB meta page"))
-    return max(metas, key=lambda meta: meta[3], default=None), size
+    return max(metas, key=lambda meta: meta.txn, default=None), size
 
 
 def _tree_problem(path: Path) -> str | None:
@@ -312,14 +360,14 @@ def _damaged(path: Path, reason: str) -> str:
     )
 
 
-def _meta(page: bytes) -> tuple[int, int, int, int] | None:
-    """(map size, page size, last page, transaction) of a meta page of LMDB 0.9: its MDB_meta starts after the page
-    header's 16 bytes, with magic, version, address, map size, two MDB_db of 48 bytes, last page, transaction."""
+def _meta(page: bytes) -> LastMeta | None:
+    """A meta page of LMDB 0.9: its MDB_meta starts after the page header's 16 bytes, with magic, version, address, map
+    size, two MDB_db of 48 bytes, which end with their root, last page, transaction."""
     if len(page) < 152 or LMDB_META.unpack_from(page, 16) != (LMDB_MAGIC, 1):
         return None
     map_size, page_size = struct.unpack_from("<QI", page, 32)
-    last, txn = struct.unpack_from("<QQ", page, 136)
-    return (map_size, page_size, last, txn) if page_size in (4096, 8192, 16384, 32768, 65536) else None
+    known = page_size in (4096, 8192, 16384, 32768, 65536)
+    return LastMeta(map_size, page_size, *struct.unpack_from("<Q48xQQ", page, 80)) if known else None
 
 
 def make_folder(path: Path) -> None:

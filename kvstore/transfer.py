@@ -66,7 +66,11 @@ def _unserved(device: torch.device) -> str | None:
 
 def route_of(cache: PagedKVCache, number: int) -> Route:
     """The way of a group of the cache, made once a group. Raises UnknownGroup, StagingMemoryError."""
-    group = cache.any_group(number)
+    return group_route(cache, cache.any_group(number))
+
+
+def group_route(cache: PagedKVCache, group: AnyGroup) -> Route:
+    """The way of a group, or of some layers of one, of the cache, made once. Raises StagingMemoryError."""
     route = _routes.get(group)
     if route is None:
         route = _routes[group] = _make_route(cache, group)

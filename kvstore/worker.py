@@ -93,7 +93,8 @@ class Worker:
 
     def _open(self, message: Message) -> None:
         try:
-            storage = InlineStorage(open_shard(self._opening(message)))
+            opening = self._opening(message)
+            storage = InlineStorage(open_shard(opening), opening.copies)
         except Exception as error:
             self._say(Message(Kind.FAILED, 0, described(error) | self._beside.take()))
             return
@@ -109,7 +110,8 @@ class Worker:
         self._beside.begin(float(fields["now"]), int(fields["log_level"]))
         refused = [(key, bytes(sequences[8 * n : 8 * n + 8])) for n, key in enumerate(unpack_strings(lengths, keys))]
         config = StoreConfig(**fields["config"])
-        return Opening(Path(fields["folder"]), config, bytes(identity), fields["writable"], self._beside.now, refused)
+        rest = self._beside.now, refused, fields["copies"]
+        return Opening(Path(fields["folder"]), config, bytes(identity), fields["writable"], *rest)
 
     def _close(self, message: Message) -> None:
         fields: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from tests.support import CAMPAIGNS, IO, io_mode, make_cache, open_store
 IO_MODES = ("inline", "process")
 PROCESS_CASES = 2
 """So many cases of a test run with io="process", evenly spread, unless its mark says otherwise."""
+ALONE = ("test_campaign_io.py",)
+"""Files whose tests use all cores and have deadlines of less than a second: marked `alone`."""
 COUNTED: Counter[str] = Counter()
 """Tests that are marked `both`, by what runs of them."""
 
@@ -25,10 +28,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("io", IO_MODES[:1] if only_inline else IO_MODES, indirect=True, scope="module")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test's many cases, run some with io="process", whose every opening starts a process; count what runs."""
+    for item in items:
+        if item.path.name in ALONE:
+            item.add_marker("alone")
     left_out = {id(item) for cases in _process_cases(items) for item in _left_out(cases)}
     if left_out:
+        COUNTED["left out: further cases of tests that run with process"] = len(left_out)
         config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
         items[:] = [item for item in items if id(item) not in left_out]
     for item in items:
@@ -78,6 +86,20 @@ def store(tmp_path: Path, cache: PagedKVCache) -> Iterator[KVStore]:
     """An open store over `cache`."""
     with open_store(tmp_path / "store", cache) as opened:
         yield opened
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist hands over what the summary is made of."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput |= {"campaigns": CAMPAIGNS, "counted": dict(COUNTED)}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a worker hands over. Each collects all tests, and runs some."""
+    handed = getattr(node, "workeroutput", {})
+    CAMPAIGNS.extend(handed.get("campaigns", []))
+    COUNTED.update({name: n - COUNTED[name] for name, n in handed.get("counted", {}).items()})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -68,6 +68,12 @@ def make_cache(layout: str = "BHNC", **options: Any) -> PagedKVCache:
     return PagedKVCache.from_tensors(layer_tensors(layout, **options), layout)
 
 
+def own_cache(layout: str = "BHNC", **options: Any) -> PagedKVCache:
+    """A cache as `make_cache`, that says that no other rank has the same heads."""
+    tensors = layer_tensors(layout, **options)
+    return PagedKVCache.from_tensors(tensors, layout, replicas=dict.fromkeys(tensors, (1, 0)))
+
+
 def block_hashes(count: int, request: str = "r", parent: bytes = b"") -> list[bytes]:
     """Chained 32-byte hashes of the blocks of a request."""
     hashes: list[bytes] = []

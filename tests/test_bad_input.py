@@ -19,6 +19,7 @@ import torch
 
 from kvstore import CacheIdentity, KVStore, PagedKVCache, Rank, StoreConfig, errors
 from kvstore.identity import LayerSpec
+from kvstore.prefixes import PrefixBlocks
 from kvstore.storefile import DATA_NAME, FORMAT_VERSION, SLOT, SLOT_STRIDE, STORE_NAME, slot_hash
 from tests.support import IDENTITY, MIB, SMALL, block_hashes, canonical, layer_tensors, make_cache, open_store, shard_of
 from tests.test_processes import child_outcome, run_python
@@ -650,6 +651,8 @@ def every_call(store: KVStore) -> Mapping[str, Callable[[], object]]:
         "submit_get_blocks": lambda: store.submit_get_blocks(one, ids).result(),
         "match_prefix": lambda: store.match_prefix(one),
         "match_prefix of groups": lambda: store.match_prefix({0: one}),
+        "match_tokens": lambda: store.match_tokens({0: one}),
+        "get_prefix": lambda: store.get_prefix({0: PrefixBlocks(one, [0])}),
         "touch": lambda: store.touch(one),
         "evict": lambda: store.evict(1),
         "clear": store.clear,

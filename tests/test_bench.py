@@ -36,6 +36,10 @@ def test_json_has_every_figure_and_leaves_nothing(tmp_path: Path) -> None:
     assert set(report["gb_per_s"]) == set(bench.MEASURES)
     assert list(report["layouts"]) == ["BHNC", "2BNHD"]
     assert report["ratios"] == report["layouts"]["BHNC"]["ratios"]
+    table = report["slice_table"]
+    assert table["table_bytes"] == 8 * report["geometry"]["layers"] * report["geometry"]["heads"]
+    assert table["bytes"] == table["table_bytes"] / report["geometry"]["block_bytes"]
+    assert table["time"] < 1
     for found in report["layouts"].values():
         spreads = [*found["ratio_spreads"].values(), *found["gb_per_s"].values()]
         assert all(0 < s["min"] <= s["median"] <= s["max"] for s in spreads)

@@ -23,7 +23,7 @@ from kvstore.errors import ConfigError
 from kvstore.record import Header, chunk_key, parse_header
 from kvstore.tools.cli import app
 from kvstore.tools.commands import age, moment, nbytes, table, when
-from tests.support import IDENTITY, MIB, Raw, block_hashes, flip, index_key, make_cache, open_store
+from tests.support import IDENTITY, MIB, Raw, block_hashes, flip, index_key, make_cache, open_store, own_cache
 
 COUNT = 6
 HASHES = block_hashes(COUNT)
@@ -147,7 +147,7 @@ def test_stat_says_what_the_store_says_of_itself(full: Path) -> None:
 def test_stat_adds_ranks_up(full: Path) -> None:
     with open_store(full, make_cache(), io="inline") as store:
         identity = store.identity
-    with open_store(full, make_cache(), identity=identity, rank=Rank(1, 2), io="inline") as store:
+    with open_store(full, own_cache(), identity=identity, rank=Rank(1, 2), io="inline") as store:
         store.put_blocks(HASHES[:2], range(2))
     (found,) = lines("stat", full)
     assert [shard["records"] for shard in found["shards"]] == [COUNT, 2]
@@ -407,7 +407,7 @@ def test_from_one_process_to_another(full: Path, tmp_path: Path) -> None:
 def test_a_new_shard_beside_others_needs_a_capacity(full: Path, tmp_path: Path) -> None:
     with open_store(tmp_path / "two", make_cache(), io="inline") as store:
         identity = store.identity
-    with open_store(tmp_path / "two", make_cache(), identity=identity, rank=Rank(1, 2), io="inline") as store:
+    with open_store(tmp_path / "two", own_cache(), identity=identity, rank=Rank(1, 2), io="inline") as store:
         store.put_blocks(HASHES, range(COUNT))
     run("export", tmp_path / "two", tmp_path / "file")
     assert "--capacity" in failed(run("import", tmp_path / "file", full, "--create"), USAGE)

@@ -16,7 +16,7 @@ from kvstore import CacheIdentity, Rank
 from kvstore.identity import identity_digest
 from kvstore.tools.cli import app
 from kvstore.tools.drop import held, opened
-from tests.support import IDENTITY, SMALL, Raw, block_hashes, index_key, make_cache, open_store
+from tests.support import IDENTITY, SMALL, Raw, block_hashes, index_key, make_cache, open_store, own_cache
 
 OTHER = CacheIdentity(model="test/other", revision="2b", dtype="bfloat16")
 COUNT = 6
@@ -141,7 +141,7 @@ def test_asks_before_it_deletes(two: tuple[Path, str, str], answer: str, left: i
 
 def test_one_shard_or_all_of_a_store(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    cache = make_cache()
+    cache = own_cache()
     with open_store(path, cache) as whole:
         identity = whole.identity
     for rank in range(2):
@@ -177,7 +177,7 @@ def test_a_store_that_is_being_written_is_left_alone(two: tuple[Path, str, str])
 
 def test_no_shard_is_dropped_from_while_another_is_locked(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    cache = make_cache()
+    cache = own_cache()
     with open_store(path, cache) as whole:
         identity = whole.identity
         whole.put_blocks(HASHES, range(COUNT))

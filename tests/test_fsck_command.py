@@ -66,7 +66,9 @@ class Stand:
         finally:
             self.closed += 1
 
-    def carry_out(self, shard: Path, todo: Plan, compact: bool, progress: Callable[[Progress], None]) -> Repaired:
+    def carry_out(
+        self, shard: Path, todo: Plan, compact: bool, progress: Callable[[Progress], None], *_: object
+    ) -> Repaired:
         progress(Progress("copy", 1, 2, 3, 4))
         self.repaired.append((shard.name, compact))
         return Repaired(todo, quarantined=len(todo.records), folder=shard / "quarantine-now", compacted=compact)

@@ -11,6 +11,8 @@ import json
 import os
 import random
 import shutil
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +22,22 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvstore import errors
+from kvstore.fsck import repair
 from kvstore.fsck.findings import KINDS, Finding, Progress
+from kvstore.fsck.options import Options
+from kvstore.fsck.pages import PageFile
 from kvstore.fsck.repair import Plan, carry_out, plan
+from kvstore.fsck.scan import check
+from kvstore.geometry import RUN
 from kvstore.quarantine import parse_entry
 from kvstore.record import Header, parse_header
+from kvstore.shape import GroupShape
 from kvstore.storefile import DATA_NAME, SLOT_STRIDE, STORE_NAME, StoreFile
 from kvstore.usage import Usage
+from tests.campaign.children import Child
 from tests.fsck_repairs import (
     PAGE,
+    PREFIX,
     Subject,
     broken,
     checked,
@@ -41,6 +51,7 @@ from tests.fsck_repairs import (
 )
 from tests.records import opened, put, record_of
 from tests.support import MIB, block_hashes, flip
+from tests.test_fsck_kill import STEPS
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +312,138 @@ def test_a_truncated_file_is_salvaged(subject: Subject, shard: Path) -> None:
     assert done.left == []
     assert found
     assert all(subject.records.get(key, digest) == digest for key, digest in found.items())
+
+
+def not_the_identitys(shard: Path) -> bytes:
+    """Add a record that is intact, of layers that its identity has not: only a deep check of a sound database tells. Then
+    break the index; the record's key."""
+    block_hash = b"of other layers, under this identity"
+    shape = GroupShape(4, RUN.pack(0, 3, 1, 0, 1, 32, 32), 5, PREFIX)
+    with opened(shard, capacity_bytes=256 * MIB) as db:
+        put(db, record_of(shape, block_hash, seed=7))
+    with PageFile(shard / DATA_NAME) as file:
+        at = file.root(b"index") * PAGE
+    data = bytearray((shard / DATA_NAME).read_bytes())
+    data[at : at + PAGE] = b"\xee" * PAGE
+    (shard / DATA_NAME).write_bytes(data)
+    return PREFIX + block_hash
+
+
+def deeply(shard: Path) -> Iterator[object]:
+    return check(shard, Options(stage="deep"))
+
+
+def test_what_only_the_new_database_shows_is_repaired_in_the_same_run(subject: Subject, shard: Path) -> None:
+    key = not_the_identitys(shard)
+    todo = plan(shard, [found for found in deeply(shard) if isinstance(found, Finding)])
+    assert todo.salvage
+    assert "repaired in place" in todo.actions[0].what
+    done = carry_out(shard, todo, check=deeply)
+    assert done.salvaged is not None
+    assert (done.left, done.quarantined, done.sound) == ([], 1, 0)
+    assert done.reclaimed.keys
+    assert done.folder is not None
+    assert json.loads((done.folder / "1" / "record.json").read_text())["key"] == key.hex()
+    assert any(words.startswith("moved 1 damaged records") for words in done.words)
+    found = contents(shard)
+    assert key not in found
+    assert subject.records.items() <= found.items()
+
+
+def test_the_new_database_can_be_looked_at_without_a_check_at_the_end(subject: Subject, shard: Path) -> None:
+    key = not_the_identitys(shard)
+    done = carry_out(shard, plan(shard, [Finding("TREE", "")]), uncover=deeply)
+    assert (done.left, done.quarantined) == (None, 1)
+    assert key not in contents(shard)
+    again = carry_out(shard, plan(shard, [Finding("ACCOUNTING", "")]), uncover=lambda shard: pytest.fail("no salvage"))
+    assert again.salvaged is None
+
+
+def test_records_that_the_plan_names_and_those_of_the_new_database_share_a_folder(
+    subject: Subject, shard: Path
+) -> None:
+    planned = sorted(subject.records)[5]
+    key = not_the_identitys(shard)
+    findings = [Finding("GEOMETRY", "named before", planned, 9), Finding("TREE", "broken")]
+    done = carry_out(shard, plan(shard, findings), check=deeply)
+    assert (done.left, done.quarantined) == ([], 2)
+    assert done.folder is not None
+    names = [json.loads((done.folder / number / "record.json").read_text())["key"] for number in ("1", "2")]
+    assert names == [planned.hex(), key.hex()]
+    assert len(list(shard.glob("quarantine-*"))) == 1
+
+
+def test_a_new_database_that_a_check_calls_broken_is_left_as_it_is(subject: Subject, shard: Path) -> None:
+    """One salvage has given what there is to give: a second one cannot do better, and a check that errs must not go round."""
+    broken(subject, shard)
+    checks = list[int]()
+
+    def never(shard: Path) -> list[Finding]:
+        checks.append(1)
+        return [Finding("TREE", "broken, again")]
+
+    done = carry_out(shard, plan(shard, [Finding("TREE", "")]), check=never)
+    assert done.left == [Finding("TREE", "broken, again")]
+    assert len(checks) == 1
+    assert len(list(shard.glob("data.mdb.damaged-*"))) == 1
+    assert subject.records.items() <= contents(shard).items()
+
+
+def killed_behind_the_salvage(shard: Path, at: int) -> Callable[..., None]:
+    """A repair that dies before its at-th call of one of STEPS, counted from where the new database is repaired in place."""
+
+    def run(say: Callable[..., None]) -> None:
+        patch, calls, uncovered = pytest.MonkeyPatch(), 0, repair._uncovered
+
+        def counted(call: Callable[..., object]) -> Callable[..., object]:
+            def run_it(*arguments: object, **options: object) -> object:
+                nonlocal calls
+                calls += 1
+                if calls == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*arguments, **options)
+
+            return run_it
+
+        def begin(*arguments: object) -> bool:
+            for name in STEPS:
+                patch.setattr(name, counted(getattr(os, name.removeprefix("os."))))
+            try:
+                return uncovered(*arguments)  # type: ignore[arg-type]
+            finally:
+                patch.undo()
+
+        patch.setattr("kvstore.fsck.repair._uncovered", begin)
+        carry_out(shard, plan(shard, [Finding("TREE", "")]), check=deeply)
+        say("steps", calls)
+
+    return run
+
+
+def test_a_repair_killed_behind_its_salvage_has_the_new_database_and_is_ended_by_the_next(
+    subject: Subject, tmp_path: Path
+) -> None:
+    source = subject.copy(tmp_path / "source")
+    key = not_the_identitys(source)
+
+    def made() -> Path:
+        return Path(shutil.copytree(source, tmp_path / "shard", dirs_exist_ok=False))
+
+    ending = Child(killed_behind_the_salvage(made(), 0)).join(60)
+    assert not ending.crash, ending.crash
+    steps = ending.all("steps")[0][0]
+    assert steps > 8
+    for at in sorted({1, *range(3, steps, 1 + steps // 3), steps}):
+        shutil.rmtree(tmp_path / "shard")
+        shard = made()
+        assert Child(killed_behind_the_salvage(shard, at)).join(60).status == -signal.SIGKILL
+        assert subject.records.items() <= contents(shard).items(), at
+        done = repaired(shard, deeply)
+        assert (done.left, done.salvaged) == ([], None), at
+        found = contents(shard)
+        assert key not in found, at
+        assert subject.records.items() <= found.items(), at
+        assert not [*shard.glob("quarantine-*/*.part")], at
 
 
 def test_writes_that_were_lost_are_no_reason_to_lose_the_rest(subject: Subject, shard: Path) -> None:

@@ -29,12 +29,13 @@ from kvstore.fsck.findings import Finding, Progress, Summary
 from kvstore.fsck.mark import Mark
 from kvstore.fsck.options import Options, Sample, parse_sample
 from kvstore.fsck.pagemap import pages_of
-from kvstore.fsck.pages import PageFile
-from kvstore.fsck.reading import Reading
+from kvstore.fsck.pages import PageFile, leaf_nodes
+from kvstore.fsck.reading import Plain, Reading
 from kvstore.fsck.scan import check, shards
-from kvstore.fsck.scanner import Scanner
+from kvstore.fsck.scanner import BYTES_AT_ONCE, LOST, PACED_S, Scanner
 from kvstore.fsck.stages import Problem
 from kvstore.fsck.survey import Survey, TooLong
+from kvstore.fsck.team import Child
 from kvstore.hostpath import staging_sums
 from kvstore.record import chunk_key, parse_header
 from kvstore.span import Span
@@ -456,14 +457,196 @@ def test_a_file_cut_short_is_found_and_what_is_there_is_read(tmp_path: Path, job
     assert kinds(shard, jobs=jobs) == expected
 
 
-def test_an_index_whose_root_is_past_the_end_is_given_up(tmp_path: Path) -> None:
-    shard = copied(tmp_path)
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    """The scanning processes that checks start, as they start them."""
+    started: list[Child] = []
+
+    class Counted(Child):
+        def __init__(self, said: dict[str, Any]) -> None:
+            started.append(self)
+            super().__init__(said)
+
+    monkeypatch.setattr("kvstore.fsck.team.Child", Counted)
+    return started
+
+
+def roots(shard: Path) -> dict[str, int]:
     with PageFile(shard / DATA_NAME) as file:
-        root = file.databases(file.metas[0])[b"index"].root
-    os.truncate(shard / DATA_NAME, root * PAGE)
-    findings, summary = checked(shard)
+        meta = file.metas[0]
+        named = {name.decode(): tree.root for name, tree in file.databases(meta).items()}
+        return {"main": meta.main.root, **named}
+
+
+def crashes(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if "was ended by" in finding.detail]
+
+
+@pytest.mark.parametrize("stage", ["default", "deep"])
+def test_an_index_whose_root_is_past_the_end_is_given_up(tmp_path: Path, processes: list[Child], stage: str) -> None:
+    shard = copied(tmp_path)
+    os.truncate(shard / DATA_NAME, roots(shard)["index"] * PAGE)
+    findings, summary = checked(shard, stage)
     assert {(finding.kind, finding.key) for finding in findings} == {("FILE_TRUNCATED", b"")}
-    assert any("too many" in note for note in summary.unchecked)
+    assert len(crashes(findings)) == 1
+    assert LOST in summary.unchecked
+    assert len(processes) <= 3
+
+
+@pytest.mark.parametrize("name", ["past the end", "garbage"])
+def test_where_not_even_the_databases_can_be_reached_nothing_is_tried_twice(
+    tmp_path: Path, processes: list[Child], name: str
+) -> None:
+    shard = copied(tmp_path)
+    root = roots(shard)["main"]
+    if name == "garbage":
+        edit_file(shard, lambda data: data.__setitem__(slice(root * PAGE, (root + 1) * PAGE), bytes(PAGE)))
+    else:
+        os.truncate(shard / DATA_NAME, root * PAGE)
+    findings, summary = checked(shard)
+    assert {finding.kind for finding in findings} <= {"FILE_TRUNCATED", "TREE"}
+    assert scan.NO_INDEX in summary.unchecked
+    assert len(crashes(findings)) <= 1
+    assert len(processes) <= 3
+
+
+@pytest.fixture(scope="module")
+def scattered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shard whose index has many leaves, all over the file, and in it what records are damaged: `hurt`. Tests copy it."""
+    shard = tmp_path_factory.mktemp("scattered") / "shard"
+    hashes = block_hashes(300, "scattered")
+    with opened(shard, capacity_bytes=64 * MIB) as db:
+        for start in range(0, 300, 20):
+            put(db, *(record_of(WIDE if n % 10 == 0 else SHAPE, hashes[n], seed=n) for n in range(start, start + 20)))
+        for block_hash in hashes[5::50]:
+            header = parsed(value(db, "_index", SHAPE.prefix + block_hash))
+            lose_bit(db, "_payload", chunk_key(header.sequence, 1), 9)
+    return shard
+
+
+HURT = {SHAPE.prefix + block_hash for block_hash in block_hashes(300, "scattered")[5::50]}
+
+
+def leaves(shard: Path, name: str) -> dict[int, set[bytes]]:
+    """The keys on each leaf of a tree, by the leaf's page number."""
+    with PageFile(shard / DATA_NAME) as file:
+        there = file.walk(roots(shard)[name])
+        return {number: {node.key for node in leaf_nodes(page)} for number, page in there if page[10] == 2}
+
+
+def pages_by_key(shard: Path) -> dict[bytes, set[int]]:
+    """Every page that a record needs: its leaf of the index, leaves and runs of its chunks."""
+    on_leaf = {key: number for number, keys in leaves(shard, "payload").items() for key in keys}
+    found: dict[bytes, set[int]] = {}
+    for number, keys in leaves(shard, "index").items():
+        for key in keys:
+            places = pages_of(shard / DATA_NAME, [key])
+            found[key] = {number, *(page for first, count in places for page in range(first, first + count))}
+    with opened(shard, writable=False) as db:
+        for key, entry in [(bytes(k), bytes(v)) for k, v in db.entries()]:
+            mine = parsed(entry).sequence.to_bytes(8, "big")
+            found[key] |= {page for chunk, page in on_leaf.items() if chunk[:8] == mine}
+    return found
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8, 0.95])
+def test_what_is_left_of_a_file_cut_short_is_read_and_named_rightly(
+    tmp_path: Path, scattered: Path, processes: list[Child], share: float, jobs: int
+) -> None:
+    shard = Path(shutil.copytree(scattered, tmp_path / "shard"))
+    pages, places = int((shard / DATA_NAME).stat().st_size * share) // PAGE, pages_by_key(shard)
+    there = {number for number in leaves(shard, "index") if number < pages}
+    os.truncate(shard / DATA_NAME, pages * PAGE)
+    findings, summary = checked(shard, jobs=jobs)
+    entries = {key for key, needed in places.items() if needed & there}
+    whole = {key for key in entries if max(places[key]) < pages}
+    by_kind = {kind: {f.key for f in findings if f.kind == kind and f.key} for kind in summary.findings}
+    assert whole
+    assert entries - whole
+    assert by_kind.get("STORAGE_HASH", set()) == HURT & whole
+    assert by_kind["FILE_TRUNCATED"] == entries - whole
+    assert summary.records == len(entries)
+    assert set(by_kind) <= {"STORAGE_HASH", "FILE_TRUNCATED"}
+    assert len(crashes(findings)) <= 1
+    assert len(processes) <= 1 + jobs
+
+
+@pytest.mark.parametrize("stage", ["default", "deep"])
+@pytest.mark.parametrize("fill", [0, 0xEE, 0xFF])
+def test_what_lies_around_a_broken_leaf_of_the_index_is_read(
+    tmp_path: Path, scattered: Path, processes: list[Child], fill: int, stage: str
+) -> None:
+    shard = Path(shutil.copytree(scattered, tmp_path / "shard"))
+    by_leaf = sorted(leaves(shard, "index").items(), key=lambda item: min(item[1]))
+    number, gone = by_leaf[len(by_leaf) // 2]
+    assert len(by_leaf) > 8
+    edit_file(shard, lambda data: data.__setitem__(slice(number * PAGE, (number + 1) * PAGE), bytes([fill]) * PAGE))
+    findings, summary = checked(shard, stage)
+    assert {(f.kind, f.key) for f in findings if f.key} == {("STORAGE_HASH", key) for key in HURT - gone}
+    assert {f.kind for f in findings if not f.key} == {"TREE"}
+    assert (summary.records, LOST in summary.unchecked) == (300 - len(gone), True)
+    assert len(crashes(findings)) <= 1
+    assert len(processes) <= 3
+
+
+def test_records_whose_payload_is_out_of_reach_are_named_one_by_one(
+    tmp_path: Path, scattered: Path, processes: list[Child]
+) -> None:
+    shard = Path(shutil.copytree(scattered, tmp_path / "shard"))
+    root = roots(shard)["payload"]
+    edit_file(shard, lambda data: data.__setitem__(slice(root * PAGE, (root + 1) * PAGE), bytes(PAGE)))
+    findings, summary = checked(shard)
+    assert {(f.kind, f.page) for f in findings if f.key} == {("TREE", root)}
+    assert len({f.key for f in findings if f.key}) == summary.records == 300
+    assert all(f.persisted for f in findings if f.key)
+    assert len(processes) <= 3
+
+
+def test_a_check_of_broken_trees_calls_no_record_checked(tmp_path: Path, scattered: Path) -> None:
+    shard = Path(shutil.copytree(scattered, tmp_path / "shard"))
+    number, gone = min(leaves(shard, "index").items())
+    edit_file(shard, lambda data: data.__setitem__(slice(number * PAGE, (number + 1) * PAGE), bytes(PAGE)))
+    for _ in range(2):
+        assert checked(shard, resume=True)[1].records == 300 - len(gone)
+        assert checkpoint.load(shard, int(time.time()))[0].parts == ()
+
+
+def test_a_snapshot_in_which_lmdb_could_not_read_is_given_up(tmp_path: Path, scattered: Path) -> None:
+    """LMDB refuses whatever is asked of it in that snapshot: other records would look broken, for the time of one read."""
+    shard = Path(shutil.copytree(scattered, tmp_path / "shard"))
+    number, chunks = sorted(leaves(shard, "payload").items())[3]
+    with opened(shard, writable=False) as db:
+        keys = [
+            bytes(key)
+            for key, entry in db.entries()
+            if parsed(bytes(entry)).sequence.to_bytes(8, "big") in {chunk[:8] for chunk in chunks}
+        ]
+    edit_file(shard, lambda data: data.__setitem__(slice(number * PAGE, (number + 1) * PAGE), bytes(PAGE)))
+    found = [message["finding"] for message in scanned(shard) if "finding" in message]
+    assert {f["key"] for f in found if f["kind"] == "TREE"} == {key.hex() for key in keys}
+    assert all(f["persisted"] for f in found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_keys_that_cannot_be_found_where_they_lie_are_passed_over(tmp_path: Path, scattered: Path, seed: int) -> None:
+    """Whatever one leaf holds, plain reads go on behind it, from wherever they begin, and no key comes twice."""
+    shard, dice = Path(shutil.copytree(scattered, tmp_path / "shard")), random.Random(seed)
+    by_leaf = leaves(shard, "index")
+    number = dice.choice(sorted(by_leaf))
+    expected = sorted(set().union(*(keys for leaf, keys in by_leaf.items() if leaf != number)))
+
+    def edit(data: bytearray) -> None:
+        at = number * PAGE + PAGE - 1
+        for _ in range(40):
+            data[at - dice.randrange(PAGE - 16)] = dice.randrange(256)
+
+    edit_file(shard, edit)
+    with Plain(shard) as plain:
+        for start in (b"", expected[0], expected[200], expected[200] + b"\0", b"\xff" * 60):
+            found = [key for key, _ in plain.entries(start, 10**6)]
+            wanted = [key for key in expected if key >= start]
+            assert [key for key in found if key in set(wanted)] == wanted
 
 
 def test_broken_trees_are_found_and_nothing_that_follows_from_them(tmp_path: Path) -> None:
@@ -504,14 +687,17 @@ def test_no_garbage_in_the_file_ends_the_check(tmp_path: Path, seed: int) -> Non
 # --- a second read ---------------------------------------------------------------------------------------------------
 
 
-def scanned(shard: Path, stage: str = "default") -> list[dict[str, Any]]:
-    """What a scanning process says of all records, in this process."""
+def scanned(
+    shard: Path, stage: str = "default", prefix: bytes = b"", rate: float = 0, **task: Any
+) -> list[dict[str, Any]]:
+    """What a scanning process says of all records, or of those of a task, in this process."""
     said: list[dict[str, Any]] = []
-    order = {"shard": str(shard), "stage": stage, "prefix": "", "rate": 0, "device": "cpu"}
+    order = {"shard": str(shard), "stage": stage, "prefix": prefix.hex(), "rate": rate, "device": "cpu"}
+    whole = {"task": "range", "start": "", "end": "", "records": 2**62, "nbytes": 2**62, "skip": [], "plain": False}
     mark = Mark()
     scanner = Scanner(order, mark, said.append)
     try:
-        scanner.do({"task": "range", "start": "", "end": "", "records": 2**62, "nbytes": 2**62, "skip": []})
+        scanner.do(whole | task)
     finally:
         scanner.close()
         mark.close()
@@ -548,6 +734,112 @@ def test_a_record_that_was_deleted_or_replaced_meanwhile_is_no_finding(
     said = scanned(shard)
     assert [message for message in said if "finding" in message] == []
     assert sum(message.get("records", 0) for message in said) == 6
+
+
+def keys_found(said: list[dict[str, Any]]) -> set[str]:
+    return {message["finding"]["key"] for message in said if "finding" in message}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_records_that_ended_a_process_are_not_touched_again(tmp_path: Path, plain: bool) -> None:
+    def damage(db: BlockDB) -> None:
+        for number in (1, 3):
+            lose_bit(db, "_payload", chunk_of(db, number, 1), 3)
+
+    shard = damaged(tmp_path, damage)
+    assert keys_found(scanned(shard, plain=plain)) == {key_of(1).hex(), key_of(3).hex()}
+    said = scanned(shard, plain=plain, skip=[key_of(1).hex()])
+    assert keys_found(said) == {key_of(3).hex()}
+    assert sum(message.get("records", 0) for message in said) == 6, "they were looked at: by the process that ended"
+
+
+@pytest.mark.parametrize("claim", [2**63, 2**64 - 1])
+def test_a_damaged_header_counts_within_bounds(tmp_path: Path, claim: int) -> None:
+    """What it says that it has stored may be any number: a sample of bytes, a rate and a range are reckoned with it."""
+
+    def damage(db: BlockDB) -> None:
+        for number in (2, 4):
+            change(db, "_index", key_of(number), lambda v: v[:32] + claim.to_bytes(8, "little") + v[40:])
+
+    shard = damaged(tmp_path, damage)
+    said = scanned(shard, nbytes=2 * BYTES_AT_ONCE + 10**6)
+    assert {key_of(2).hex(), key_of(4).hex()} <= keys_found(said)
+    assert sum(message.get("records", 0) for message in said) == 6
+    assert max(message.get("nbytes", 0) for message in said) < 2 * BYTES_AT_ONCE
+    findings, summary = checked(shard)
+    assert {(f.kind, f.key) for f in findings} == {("HEADER", key_of(2)), ("HEADER", key_of(4))}
+    assert summary.nbytes < 3 * BYTES_AT_ONCE
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_task_ends_with_its_part_of_a_sample_of_what_begins_so(many: Path, plain: bool) -> None:
+    hashes = sorted(block_hashes(400))
+    prefix = hashes[200][:1]
+    meant = [SHAPE.prefix + h for h in hashes if h.startswith(prefix)]
+    assert len(meant) > 1, "by luck alone"
+    said = scanned(many, prefix=prefix, plain=plain)
+    assert sum(message.get("records", 0) for message in said) == len(meant)
+    *_, last = [message for message in scanned(many, prefix=prefix, records=1, plain=plain) if "upto" in message]
+    assert (last["records"], last["end"]) == (1, False)
+    assert meant[0] < bytes.fromhex(last["upto"]) <= meant[1]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_sample_of_a_prefix_is_a_part_of_the_records_that_begin_so(ranges: Path, jobs: int) -> None:
+    hashes = block_hashes(400)
+    prefix = max((h[:1] for h in hashes), key=lambda first: sum(h.startswith(first) for h in hashes))
+    meant = sum(h.startswith(prefix) for h in hashes)
+    assert checked(ranges, prefix=prefix, jobs=jobs)[1].records == meant
+    part = checked(ranges, prefix=prefix, sample=Sample(share=0.5), jobs=jobs)[1]
+    assert (part.records, part.total_records) == (-(-meant // 2), meant)
+
+
+class Clock:
+    """Time that passes where somebody sleeps, and when a test says so."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 100.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def test_what_is_read_at_once_and_the_wait_behind_it_are_those_of_the_rate(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, rate = Clock(), 200_000.0
+    monkeypatch.setattr("kvstore.fsck.scanner.time", clock)
+    steps = [message for message in scanned(many, rate=rate) if "upto" in message]
+    nbytes, largest = sum(step["nbytes"] for step in steps), max(step["nbytes"] for step in steps)
+    assert sum(step["records"] for step in steps) == 400
+    assert len(steps) > 2
+    assert largest < rate * PACED_S + max(step["nbytes"] / step["records"] for step in steps) + 1
+    assert [round(s, 9) for s in clock.slept] == [round(step["nbytes"] / rate, 9) for step in steps]
+    assert clock.now - 100 == pytest.approx(nbytes / rate)
+
+
+def test_time_that_reading_took_counts_and_time_that_was_lost_is_not_made_up_for(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, rate, mark = Clock(), 1000.0, Mark()
+    monkeypatch.setattr("kvstore.fsck.scanner.time", clock)
+    order = {"shard": str(many), "stage": "default", "prefix": "", "rate": rate, "device": "cpu"}
+    scanner = Scanner(order, mark, lambda message: None)
+    try:
+        scanner._pace(500)
+        scanner._pace(500)
+        clock.now += 100
+        scanner._pace(500)
+        scanner._pace(0)
+    finally:
+        scanner.close()
+        mark.close()
+    assert clock.slept == pytest.approx([0.5, 0.5, 0.5, 0.0])
 
 
 def test_snapshots_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

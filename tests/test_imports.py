@@ -20,6 +20,8 @@ MAX_LINES = 400
 RANKS: tuple[tuple[str, ...], ...] = (
     # words and errors
     ("breaker", "errors", "eviction_table", "results", "loops_numba", "planes_numpy", "runs", "space"),
+    ("protocol_wire",),
+    ("protocol",),
     (
         "checksum",
         "eviction_hazard",
@@ -31,7 +33,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "planes_numba",
         "storefile",
     ),
-    ("eviction_entries", "planes"),
+    ("comparing_sides", "eviction_entries", "planes"),
+    ("comparing",),
     ("codec", "eviction_leaves", "stategeometry"),
     ("eviction_choice",),
     ("eviction_base",),
@@ -41,9 +44,10 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("loops_states_numpy", "statetensors"),
     ("cache",),
     # one block: its bytes in the cache, its bytes on disk
-    ("geometry", "replicas", "span"),
-    ("loops_numpy", "record"),
+    ("geometry", "prefixes", "replicas", "span"),
+    ("loops_numpy", "record", "steps"),
     ("counters", "reports", "shape", "snapshot"),
+    ("cutting",),
     ("kernels",),
     ("kernels.tables", "kernels.walk"),
     ("kernels.checksum", "kernels.copy", "kernels.state"),
@@ -53,7 +57,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("blockdb", "hostpath", "launches", "staging", "streams"),
     ("statepath",),
     ("audit", "copyback", "route", "storage"),
-    ("statecopy",),
+    ("checksumming_plan", "statecopy"),
     # files checked and repaired without an engine
     ("fsck", "fsck.alone", "fsck.findings", "fsck.pages", "fsck.restoring", "fsck.shards"),
     ("fsck.chunks", "fsck.mark", "fsck.options"),
@@ -65,8 +69,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("survey", "verify"),
     ("explain", "transport"),
     ("devicepath",),
-    ("fitness", "stateroute"),
+    ("checksumming_device", "fitness", "stateroute"),
     ("transfer",),
+    ("checksumming",),
     # files checked by processes of their own
     ("fsck.reading", "fsck.stages", "fsck.structure"),
     ("fsck.content", "fsck.glance"),
@@ -77,7 +82,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("keeper", "opening", "views"),
     # the side of the files, in this process or another
     ("shard",),
-    ("evicting", "fetching", "matching", "storing"),
+    ("covering", "evicting", "fetching", "matching", "siblings", "storing"),
+    ("splicing",),
+    ("wide",),
     ("inline",),
     ("serving",),
     ("worker",),
@@ -97,6 +104,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     # command lines
     ("tools",),
     ("tools.bench_limits", "tools.bench_report", "tools.bench_subject"),
+    ("tools.bench_table",),
     ("tools.bench_busy", "tools.bench_fsck", "tools.bench_steady"),
     ("tools.gpu_device", "tools.gpu_report", "tools.gpu_torch"),
     ("tools.gpu_host_cost", "tools.gpu_memory", "tools.gpu_transfers"),

@@ -23,7 +23,7 @@ from kvstore.record import FIXED, Header, chunk_key, parse_header, record_key
 from kvstore.survey import Survey, names_of, survey
 from kvstore.verify import Checker, fingerprints
 from tests.records import PREFIX, change, opened, put, record_of, shape_of
-from tests.support import IDENTITY, SMALL, Raw, block_hashes, flip, index_key, make_cache, open_store
+from tests.support import IDENTITY, SMALL, Raw, block_hashes, flip, index_key, make_cache, open_store, own_cache
 
 COUNT = 8
 HASHES = block_hashes(COUNT)
@@ -440,7 +440,7 @@ def _ranks(path: Path) -> str:
         store.put_blocks(HASHES, range(COUNT))
         identity = store.identity
     for rank in range(2):
-        with open_store(path, make_cache(), identity=identity, rank=Rank(rank, 2)) as store:
+        with open_store(path, own_cache(), identity=identity, rank=Rank(rank, 2)) as store:
             store.put_blocks(HASHES, range(COUNT))
     return identity.digest().hex()
 

@@ -40,7 +40,18 @@ from kvstore.record import Header, chunk_key, parse_header
 from kvstore.snapshot import ReadView
 from kvstore.transport import Report, bring, destinations, export, ranks_of
 from tests.records import PREFIX, change, opened, put, record_of, shape_of
-from tests.support import IDENTITY, MIB, SMALL, block_hashes, canonical, flip, make_cache, open_store, report_campaign
+from tests.support import (
+    IDENTITY,
+    MIB,
+    SMALL,
+    block_hashes,
+    canonical,
+    flip,
+    make_cache,
+    open_store,
+    own_cache,
+    report_campaign,
+)
 
 COUNT = 8
 HASHES = block_hashes(COUNT)
@@ -51,7 +62,7 @@ ALL = Filter()
 
 def fill(path: Path, codec: str = "raw", count: int = COUNT, rank: Rank = WHOLE, identity: Any = None) -> CacheIdentity:
     config = replace(SMALL, codec=codec)
-    with open_store(path, make_cache(blocks=count), config, rank=rank, identity=identity or IDENTITY) as store:
+    with open_store(path, own_cache(blocks=count), config, rank=rank, identity=identity or IDENTITY) as store:
         assert store.put_blocks(block_hashes(count), range(count), num_tokens=count * 4 - 1).stored.all()
         return store.identity
 

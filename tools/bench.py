@@ -18,6 +18,7 @@ import torch
 from kvstore.tools.bench_limits import Limits, base_folder, file_system
 from kvstore.tools.bench_report import RATIOS, machine, ratio_of, spread, versions
 from kvstore.tools.bench_subject import BenchError, Caches, Geometry, Subject, check_room
+from kvstore.tools.bench_table import table_cost
 
 WARM_ROUNDS = 3
 """Rounds before the measured ones: both starts have been put and freed pages are being used again."""
@@ -57,6 +58,7 @@ def run(
     return {
         "ratios": first["ratios"],
         "gb_per_s": {name: values["median"] for name, values in first["gb_per_s"].items()},
+        "slice_table": first["slice_table"],
         "layout": layouts[0],
         "layouts": found,
         "geometry": geometry.describe(),
@@ -75,6 +77,7 @@ def _layout(geometry: Geometry, layout: str, repeat: int, folder: Path, tick: Ti
         "loops": caches.loops,
         "ratios": {name: values["median"] for name, values in ratios.items()},
         "ratio_spreads": ratios,
+        "slice_table": table_cost(geometry, seconds["put_nosync"], folder),
         "gb_per_s": {name: spread(values) for name, values in rates.items()},
     }
 

@@ -76,7 +76,12 @@ def machine() -> dict[str, Any]:
 
 def render(report: Mapping[str, Any]) -> RenderableType:
     """The report as a table, with the geometry above it and how it was measured below."""
-    return Group(Text(_title(report), style="bold"), _table(report), Text(_notes(report), style="dim"))
+    return Group(
+        Text(_title(report), style="bold"),
+        _table(report),
+        Text(_slice_table(report)),
+        Text(_notes(report), style="dim"),
+    )
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -113,6 +118,14 @@ def _cells(found: Mapping[str, Any], measure: str, ratio: str) -> list[str]:
 
 def _short(rate: float) -> str:
     return f"{rate:.2f}" if rate < 10 else f"{rate:.1f}"
+
+
+def _slice_table(report: Mapping[str, Any]) -> str:
+    cost = report["slice_table"]
+    return (
+        f"slice table: {cost['table_bytes']:,} bytes a block, {100 * cost['bytes']:.2f} % of its bytes and "
+        f"{100 * cost['time']:.2f} % of a put's time (no sync)"
+    )
 
 
 def _notes(report: Mapping[str, Any]) -> str:

@@ -73,8 +73,10 @@ DEVICE_OPTIONS = {"device", "path", "as_json"}
 """Options of `bench` that say something on a device too."""
 STEADY_OPTIONS = {"steady", "capacity_mib", "path", "seed", "as_json"}
 """Options of `bench` that say something with --steady too."""
-NOT_BUSY_OPTIONS = {"steady", "capacity_mib", "device"}
+NOT_BUSY_OPTIONS = {"steady", "capacity_mib", "device", "fsck", "store_mib"}
 """Options of `bench` that say nothing with --busy."""
+FSCK_OPTIONS = {"fsck", "store_mib", "repeat", "path", "seed", "as_json"}
+"""Options of `bench` that say something with --fsck too."""
 
 
 @app.command()
@@ -105,6 +107,10 @@ def bench(
         bool, typer.Option("--busy", help="Measure beside a thread of pure Python that never rests, instead.")
     ] = False,
     capacity_mib: Annotated[int, typer.Option(min=64, help="With --steady: the store's capacity in MiB.")] = 512,
+    fsck: Annotated[
+        bool, typer.Option("--fsck", help="Measure kvstore-fsck beside `cat` of the same file, instead.")
+    ] = False,
+    store_mib: Annotated[int, typer.Option(min=2, help="With --fsck: MiB of blocks in a store.")] = 4096,
     device: Annotated[
         str, typer.Option(help="`cpu`, or a CUDA device (`cuda`, `cuda:1`): its kernels are proved, then measured.")
     ] = "cpu",
@@ -122,6 +128,7 @@ def bench(
     - `kvstore bench --layers 48 --heads 4 --tokens 32 --dtype float16 --layouts B2NHD`
     - `kvstore bench --steady --path /var/lib/kvstore`
     - `kvstore bench --busy --path /var/lib/kvstore`
+    - `kvstore bench --fsck --path /var/lib/kvstore`
     - `kvstore bench --device cuda`
 
     With `--steady` ten times `--capacity-mib` are written, with the oldest blocks going first and with random victims. It
@@ -130,6 +137,10 @@ def bench(
     With `--busy` gets, puts and matches run in a second thread, beside a busy main thread and beside a resting one, with
     an I/O process and without. It takes the other options, the first of `--layouts` alone, and 256 blocks unless
     `--blocks` are given: 3.3 GB of memory and 2.2 GB of disk.
+
+    With `--fsck` stores of 2 MiB, 64 KiB and 4 KiB records are checked by whole commands, from the page cache. It takes
+    `--store-mib`, `--repeat`, `--path`, `--seed` and `--json` besides, and 1.6 times `--store-mib`, 2 GB at
+    least, of memory and of disk.
 
     On a device (docs/gpu.md) it measures geometries and sizes of its own, takes `--path` and `--json` of the other options,
     and without `--json` writes bench_gpu.json to the current folder besides the table.
@@ -144,6 +155,9 @@ def bench(
     if steady:
         _check_options(context, STEADY_OPTIONS, "--steady: the steady state has geometries of its own")
         return _bench_steady(path, capacity_mib, seed, as_json)
+    if fsck:
+        _check_options(context, FSCK_OPTIONS, "--fsck: the check has geometries of its own")
+        return _bench_fsck(path, store_mib, repeat, seed, as_json)
     words = [word.strip() for word in layouts.split(",") if word.strip()] or [""]
     if busy:
         _check_options(
@@ -203,6 +217,15 @@ def _bench_busy(geometry: Geometry, layout: str, repeat: int, path: Path | None,
     with _ticks(bench_busy.num_steps(repeat), as_json) as tick:
         report = bench_busy.run(geometry, layout, repeat, path, tick)
     typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(bench_busy.lines(report)))
+
+
+def _bench_fsck(path: Path | None, store_mib: int, repeat: int, seed: int, as_json: bool) -> None:
+    from kvstore.tools import bench_fsck
+    from kvstore.tools.bench_subject import MIB
+
+    with _ticks(bench_fsck.num_steps(repeat), as_json) as tick:
+        report = bench_fsck.run(store_mib * MIB, repeat, path, seed, tick)
+    typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(bench_fsck.lines(report)))
 
 
 def _bench_device(context: typer.Context, device: str, path: Path | None, as_json: bool) -> int:

@@ -273,7 +273,7 @@ def _repair(run: Run, options: Options, ask: Ask) -> tuple[list[tuple[Path, list
         with terminable(), progress_bar() as bar:
             told = Told(ask.as_json, bar)
             told.after_repair = True
-            check_again(run, repair(made, ask.compact, bar), options, told)
+            check_again(run, repair(made, options, ask.compact, bar), options, told)
     except KeyboardInterrupt:
         run.interrupted = True
         _fail("cancelled in a repair: each shard is the old one or the new one; repair again")

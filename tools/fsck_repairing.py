@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvstore.errors import KVStoreError, StorePathError
 from kvstore.fsck.findings import Progress
+from kvstore.fsck.options import Options
 from kvstore.fsck.repair import Plan, carry_out, plan
 from kvstore.fsck.salvage import Salvaged, salvage
+from kvstore.fsck.scan import check
 from kvstore.tools.fsck_outcome import Checked, Run, count, one_line, printable, size
 
 Show = Callable[[Path, Progress], None]
@@ -43,15 +46,17 @@ def does_nothing(todo: Plan, compact: bool) -> bool:
     return todo.nothing and not compact
 
 
-def repair(made: Sequence[tuple[Checked, Plan]], compact: bool, show: Show) -> list[Checked]:
-    """Carry plans out; the shards that are to be checked again. A shard that cannot be repaired has its error."""
+def repair(made: Sequence[tuple[Checked, Plan]], options: Options, compact: bool, show: Show) -> list[Checked]:
+    """Carry plans out; the shards that are to be checked again. options: how a salvaged database is checked meanwhile. A
+    shard that cannot be repaired has its error."""
     again = []
     for checked, todo in made:
         if does_nothing(todo, compact):
             continue
         shard = checked.shard
+        told = partial(show, shard)
         try:
-            done = carry_out(shard, todo, compact, lambda progress, shard=shard: show(shard, progress))  # type: ignore[misc]
+            done = carry_out(shard, todo, compact, told, None, lambda shard: check(shard, options))
         except (KVStoreError, OSError) as error:
             checked.error = one_line(error)
             continue

@@ -10,7 +10,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvstore.audit import PREFIX_BYTES, shape_of
-from kvstore.checksum import MASK64, UInt64Array
+from kvstore.checksum import UInt64Array
 from kvstore.codec import CODECS
 from kvstore.fsck.stages import impossible
 from kvstore.geometry import MAX_RUNS, RUN
@@ -30,12 +30,19 @@ from kvstore.snapshot import ReadView
 from kvstore.span import MAX_TOKENS
 
 FORMS: Final = 64
+ENTRY: Final = struct.Struct("<8sQ16sQQ8xQI4sQQQ13x3s")
+"""The fixed part of a header, with what all records of one form have alike as bytes."""
+ALIKE: Final = struct.Struct("<4sHHBBHIQIBBB")
+"""Those bytes: magic, version, header length; codec, algorithm, flags, block size, raw length; length of the directory;
+lengths of key and parent, geometry's runs."""
+WORD: Final = np.dtype("<u8")
 
 
 class Form(NamedTuple):
-    """What the records of one geometry have in common: raw bytes, length of the directory, factors of the slices, the raw
-    length of each chunk, and how the directory has them."""
+    """What the records of one form have in common: tokens of a block, raw bytes, length of the directory, factors of the
+    slices, the raw length of each chunk, and how the directory has them."""
 
+    block_size: int
     raw: int
     directory: int
     factors: UInt64Array
@@ -44,14 +51,31 @@ class Form(NamedTuple):
 
 
 @lru_cache(maxsize=FORMS)
-def form_of(block_size: int, geometry: bytes, flags: int = 0) -> Form | None:
-    """The form of a geometry, None of one that is impossible or not checked."""
-    if impossible(block_size, geometry, flags):
+def form_of(alike: bytes, geometry: bytes) -> Form | None:
+    """The form of a header that has these bytes, None where the default stage finds something wrong with them. geometry:
+    what follows key and parent, to the header's end."""
+    magic, version, length, codec, algorithm, flags, block_size, raw, directory, *counts = ALIKE.unpack(alike)
+    key_length, parent_length, runs = counts
+    if (
+        magic != MAGIC
+        or version != VERSION
+        or codec not in CODECS
+        or algorithm != CHECKSUM_ALGORITHM
+        or flags not in KNOWN_FLAGS
+        or key_length not in KEY_BYTES
+        or parent_length not in PARENT_BYTES
+        or not 1 <= runs <= MAX_RUNS
+        or len(geometry) != runs * RUN.size
+        or length != FIXED.size + key_length + parent_length + len(geometry)
+        or impossible(block_size, geometry, flags)
+    ):
         return None
     shape = shape_of(block_size, geometry, 0, b"", flags)
     plan = shape.plan
+    if raw != plan.raw_length or directory != directory_bytes(plan):
+        return None
     entries = struct.Struct("<" + "IQ" * plan.num_chunks)
-    return Form(plan.raw_length, directory_bytes(plan), shape.factors, tuple(plan.lengths.tolist()), entries)
+    return Form(block_size, raw, directory, shape.factors, tuple(plan.lengths.tolist()), entries)
 
 
 class Sketch(NamedTuple):
@@ -68,36 +92,18 @@ class Sketch(NamedTuple):
 def sketch(key: bytes, value: bytes) -> Sketch | None:
     """What the index entry `value` says, None where the default stage finds something wrong with it: header, key, geometry
     or lengths."""
-    length = len(value)
-    if not FIXED.size <= length <= MAX_HEADER_BYTES:
+    if not FIXED.size <= len(value) <= MAX_HEADER_BYTES:
         return None
-    fields = FIXED.unpack_from(value)
-    magic, version, header_length, stored_hash, codec, algorithm, flags, block_size = fields[:8]
-    raw, stored, sequence, _, position, valid, directory_length, fingerprint, tagged, directory_hash = fields[8:18]
-    key_length, parent_length, runs = fields[21:24]
-    tail = FIXED.size + key_length + parent_length
-    if (
-        magic != MAGIC
-        or version != VERSION
-        or header_length != length
-        or header_hash(value) != stored_hash
-        or codec not in CODECS
-        or algorithm != CHECKSUM_ALGORITHM
-        or flags not in KNOWN_FLAGS
-        or key_length not in KEY_BYTES
-        or parent_length not in PARENT_BYTES
-        or not 1 <= runs <= MAX_RUNS
-        or tail + runs * RUN.size != length
-        or value[FIXED.size : FIXED.size + key_length] != key
-    ):
+    start, expected, kind, stored, sequence, position, valid, directory, *sums, counts = ENTRY.unpack_from(value)
+    fingerprint, tagged, directory_hash = sums
+    key_end = FIXED.size + counts[0]
+    if value[FIXED.size : key_end] != key or header_hash(value) != expected:
         return None
-    form = form_of(block_size, value[tail:], flags)
-    if form is None or raw != form.raw or directory_length != form.directory:
-        return None
-    if not 1 <= valid <= block_size or (position + 1) * block_size > MAX_TOKENS:
+    form = form_of(start + kind + directory + counts, value[key_end + counts[1] :])
+    if form is None or not 1 <= valid <= form.block_size or (position + 1) * form.block_size > MAX_TOKENS:
         return None
     tag = int.from_bytes(key[PREFIX_BYTES : PREFIX_BYTES + 8], "little") ^ fingerprint
-    return Sketch(sequence, raw, stored, tagged ^ tag, directory_hash, form)
+    return Sketch(sequence, form.raw, stored, tagged ^ tag, directory_hash, form)
 
 
 def intact(view: ReadView, key: bytes, value: bytes) -> bool:
@@ -113,18 +119,18 @@ def intact(view: ReadView, key: bytes, value: bytes) -> bool:
 
 
 def _sums_to(directory: memoryview, form: Form, expected: int) -> bool:
-    table = np.frombuffer(directory, "<u8", form.factors.size)
-    return int(np.dot(table, form.factors)) & MASK64 == expected
+    factors = form.factors
+    return int(factors.dot(np.frombuffer(directory, WORD, factors.size))) == expected
 
 
 def _chunks(view: ReadView, directory: memoryview, form: Form, sequence: int, stored: int) -> bool:
     entries = form.entries.unpack_from(directory, form.factors.size * 8)
-    lengths = entries[::2]
-    if sum(lengths) + form.directory != stored:
+    if sum(entries[::2]) + form.directory != stored:
         return False
-    for number, raw in enumerate(form.lengths):
-        data = view.chunk(sequence, number + 1)
-        length, digest = entries[2 * number : 2 * number + 2]
-        if length > raw or data is None or len(data) != length or xxh3_64_intdigest(data) != digest:
+    at = 0
+    for number, raw in enumerate(form.lengths, 1):
+        data, length = view.chunk(sequence, number), entries[at]
+        if length > raw or data is None or len(data) != length or xxh3_64_intdigest(data) != entries[at + 1]:
             return False
+        at += 2
     return True

@@ -30,6 +30,8 @@ F_BIGDATA, F_SUBDATA = 0x01, 0x02
 PAGE_SIZES: Final = (4096, 8192, 16384, 32768)
 NO_ROOT: Final = 2**64 - 1
 MAX_DEPTH: Final = 32
+MAX_VALUE: Final = 2**24
+"""Bytes of a value that is read whole."""
 SAMPLE_PAGES: Final = 512
 """Looked at where no meta page says how large a page is."""
 
@@ -167,6 +169,62 @@ class PageFile:
                     found[node.key] = Tree.parse(data, node.offset)
         return found
 
+    def root(self, name: bytes) -> int:
+        """The root of a named database, NO_ROOT where it is empty or cannot be reached."""
+        found = self.databases(self.metas[0]).get(name) if self.metas else None
+        return NO_ROOT if found is None else found.root
+
+    def entries(self, root: int, start: bytes = b"", lost: set[int] | None = None) -> Iterator[tuple[bytes, bytes]]:
+        """A tree's keys from `start` on, with at most MAX_VALUE bytes of their values, as far as pages lead to them. A key
+        that is not where branches say is passed over: no search finds it. lost: takes the numbers of pages that are none."""
+        for data, low, high in self._leaves(root, start, set() if lost is None else lost):
+            for node in leaf_nodes(data):
+                if max(low, start) <= node.key and (not high or node.key < high):
+                    yield node.key, self.value(data, node._replace(size=min(node.size, MAX_VALUE)))
+
+    def _leaves(self, root: int, start: bytes, lost: set[int]) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """A tree's leaves in order, each with the first key that may lie in it and the one that lies behind it, empty where
+        there is none; without those that end before `start`."""
+        seen, stack = {root}, [(root, b"", b"", 0)] if root != NO_ROOT else []
+        while stack:
+            number, low, high, depth = stack.pop()
+            data = self.page(number)
+            kind = page_kind(data, number)
+            if kind == P_LEAF:
+                yield data, low, high
+            elif kind == P_BRANCH and depth < MAX_DEPTH:
+                below = children(data)
+                bounds = [low, *(first for first, _ in below[1:]), high]
+                parts = zip(below, bounds, bounds[1:], strict=False)
+                new = [(child, first, end, depth + 1) for (_, child), first, end in parts if not end or end > start]
+                stack += reversed([part for part in new if part[0] not in seen])
+                seen |= {part[0] for part in new}
+            else:
+                lost.add(number)
+
+    def obstacle(self, root: int, key: bytes) -> int | None:
+        """A page without which the value under a key cannot be read, and that is none or is not wholly in the file; None
+        where there is no such page."""
+        number = root
+        for _ in range(MAX_DEPTH if root != NO_ROOT else 0):
+            data = self.page(number)
+            kind = page_kind(data, number)
+            if kind == P_LEAF:
+                return self._cut_run(leaf_nodes(data), key)
+            below = children(data) if kind == P_BRANCH else []
+            if not below:
+                return number
+            number = _child(below, key)
+        return None
+
+    def _cut_run(self, nodes: list[Node], key: bytes) -> int | None:
+        """The last page of a value that ends past the end of the file."""
+        for node in nodes:
+            if node.key == key and node.run is not None:
+                last = node.run + self.run_pages(node.size) - 1
+                return None if last < self.pages else last
+        return None
+
     def find(self, root: int, key: bytes) -> tuple[int, bytes, list[Node]] | None:
         """The leaf where a key must lie: its number, its bytes and its nodes. None where the way there is broken."""
         number = root
@@ -178,7 +236,7 @@ class PageFile:
             below = children(data) if kind == P_BRANCH else []
             if not below:
                 return None
-            number = next((child for first, child in reversed(below[1:]) if first <= key), below[0][1])
+            number = _child(below, key)
         return None
 
     def _read_metas(self) -> list[Meta]:
@@ -226,6 +284,11 @@ def children(data: bytes) -> list[tuple[bytes, int]]:
         key = data[place + NODE.size : place + NODE.size + key_size]
         found.append((key, low | high << 16 | top << 32))
     return found
+
+
+def _child(below: list[tuple[bytes, int]], key: bytes) -> int:
+    """The child page under which a key must lie."""
+    return next((child for first, child in reversed(below[1:]) if first <= key), below[0][1])
 
 
 def leaf_nodes(data: bytes) -> list[Node]:

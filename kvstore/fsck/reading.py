@@ -8,14 +8,18 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import lmdb
 import numpy as np
 
+from kvstore.blockdb import IDENTITY_PREFIX
 from kvstore.environment import DATABASES, HOLD_PATIENCE_S, LMDB_ENGINE, MAX_READERS
 from kvstore.errors import StoreBusy, StorePathError, StorePermissionError
+from kvstore.fsck.pages import PageFile
+from kvstore.record import chunk_key
 from kvstore.snapshot import ReadView
 from kvstore.storefile import DATA_NAME, MAX_MAP, STORE_NAME, newest_meta
 
@@ -40,8 +44,8 @@ class Reading:
         self._fd = self._hold()
         try:
             meta, size = newest_meta(self._data)
-            named = meta[0] if meta and meta[0] < MAX_MAP else 0
-            self.page_size = meta[1] if meta else 4096
+            named = meta.map_size if meta and meta.map_size < MAX_MAP else 0
+            self.page_size = meta.page_size if meta else 4096
             lock = os.access(shard, os.W_OK)
             if not lock:
                 _check_unwritten(shard)
@@ -144,6 +148,45 @@ class Reading:
         """Close the environment and let the file go."""
         self._env.close()
         os.close(self._fd)
+
+
+class Plain:
+    """A shard's newest transaction by plain reads, which nothing in the file ends: where trees do not hold together it tells
+    what LMDB can be asked for. Belongs to one thread. Raises OSError."""
+
+    def __init__(self, shard: Path) -> None:
+        self._file = PageFile(shard / DATA_NAME)
+        self._index, self._payload, self._meta = map(self._file.root, (b"index", b"payload", b"meta"))
+        self.lost = set[int]()
+        """Pages of the index that were met and are none."""
+
+    def __enter__(self) -> Plain:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def entries(self, start: bytes, most: int) -> list[tuple[bytes, bytes]]:
+        """Index keys from `start` on and their entries, `most` at most."""
+        return list(islice(self._file.entries(self._index, start, self.lost), most))
+
+    def identities(self) -> dict[bytes, bytes]:
+        """Canonical JSON by identity id."""
+        found = {}
+        for key, text in self._file.entries(self._meta, IDENTITY_PREFIX):
+            if not key.startswith(IDENTITY_PREFIX):
+                break
+            found[key.removeprefix(IDENTITY_PREFIX)] = text
+        return found
+
+    def obstacle(self, sequence: int, chunks: int) -> tuple[int, bool] | None:
+        """A page without which some of a record's first chunks cannot be read, and whether it lies past the end of the file;
+        None where there is no such page."""
+        for number in range(chunks):
+            page = self._file.obstacle(self._payload, chunk_key(sequence, number))
+            if page is not None:
+                return page, page >= self._file.pages
+        return None
 
 
 def _map_address(fd: int) -> int:

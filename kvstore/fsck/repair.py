@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -96,6 +97,20 @@ class Repaired:
     compacted: bool = False
     left: list[Finding] | None = None
 
+    def take(self, other: Repaired) -> None:
+        """Add what a repair in place did after this one."""
+        self.folder = other.folder or self.folder
+        self.quarantined += other.quarantined
+        self.quarantined_bytes += other.quarantined_bytes
+        self.sound += other.sound
+        self.reclaimed = Reclaimed(
+            self.reclaimed.keys + other.reclaimed.keys,
+            self.reclaimed.nbytes + other.reclaimed.nbytes,
+            other.reclaimed.kept_for or self.reclaimed.kept_for,
+        )
+        self.recounted |= other.recounted
+        self.compacted |= other.compacted
+
     @property
     def words(self) -> list[str]:
         """What was done, a sentence each."""
@@ -151,7 +166,7 @@ def _actions(made: Plan, by_remedy: dict[str, list[Finding]], size: int, left: i
     if made.salvage:
         what = (
             f"copy every intact record out of {DATA_NAME} ({size:,} bytes) into a new database that takes its place; the old "
-            f"one is kept as {DAMAGED}<time>"
+            f"one is kept as {DAMAGED}<time>. Then check the new one: damage that the broken trees hid is repaired in place"
         )
         yield Action(SALVAGE, what, nbytes=size)
     if made.records:
@@ -168,9 +183,17 @@ def _actions(made: Plan, by_remedy: dict[str, list[Finding]], size: int, left: i
 
 
 def carry_out(
-    shard: Path, todo: Plan, compact: bool = False, progress: Told = quiet, check: Checked | None = None
+    shard: Path,
+    todo: Plan,
+    compact: bool = False,
+    progress: Told = quiet,
+    check: Checked | None = None,
+    uncover: Checked | None = None,
 ) -> Repaired:
     """Do what is planned, and check again by `check`. Where the trees turn out to be broken everything is salvaged.
+
+    uncover: checks a new database that took the old one's place, None leaves that to `check`: damage that the broken trees
+    hid is repaired in place before the last check.
 
     Raises StoreLocked or StoreBusy where somebody has the shard open, StorePathError where the disk has no room or does not
     write, UnsupportedFormat for a shard of a newer version, StoreDamaged where it is none. What was done until then stays;
@@ -179,14 +202,44 @@ def carry_out(
     done = Repaired(todo)
     if todo.nothing and not compact:
         return done
+    with _disk_errors(shard):
+        _repair(shard, done, compact, progress)
+    look, left = uncover or check, None
+    if look is not None and done.salvaged is not None:
+        found = _damage(shard, look)
+        left = None if _uncovered(shard, done, compact, found) else found
+    if check is not None:
+        done.left = _damage(shard, check) if left is None else left
+    return done
+
+
+@contextmanager
+def _disk_errors(shard: Path) -> Iterator[None]:
     with path_errors(shard, "expected a shard, on a file system with room"):
         try:
-            _repair(shard, done, compact, progress)
+            yield
         except lmdb.Error as error:
             raise StorePathError(f"{shard}: LMDB cannot write: {error}: look at the disk, and repair again") from error
-    if check is not None:
-        done.left = [found for found in check(shard) if isinstance(found, Finding) and found.damage]
-    return done
+
+
+def _damage(shard: Path, check: Checked) -> list[Finding]:
+    return [found for found in check(shard) if isinstance(found, Finding) and found.damage]
+
+
+def _uncovered(shard: Path, done: Repaired, compact: bool, found: Sequence[Finding]) -> bool:
+    """Repair in place what was found in a new database, whether anything was. It is not salvaged again, which would give the
+    same."""
+    more = plan(shard, found)
+    if more.nothing or more.salvage or more.rebuild:
+        return False
+    second = Repaired(more)
+    try:
+        with _disk_errors(shard):
+            _in_place(shard, second, compact, done.folder)
+    except StoreDamaged:
+        return False
+    done.take(second)
+    return True
 
 
 def _repair(shard: Path, done: Repaired, compact: bool, progress: Told) -> None:
@@ -206,11 +259,13 @@ def _repair(shard: Path, done: Repaired, compact: bool, progress: Told) -> None:
 # --- in place --------------------------------------------------------------------------------------------------------
 
 
-def _in_place(shard: Path, done: Repaired, compact: bool) -> None:
-    """With the map as large as it was, so that the file does not grow; where nothing can be deleted in that, a larger one."""
+def _in_place(shard: Path, done: Repaired, compact: bool, folder: Path | None = None) -> None:
+    """With the map as large as it was, so that the file does not grow; where nothing can be deleted in that, a larger one.
+    folder: where damaged records go, None for a new one."""
     size = (shard / DATA_NAME).stat().st_size
     room = max(MIN_CAPACITY, size, check_data_file(shard / DATA_NAME))
     shelf = Shelf(shard)
+    shelf.folder = folder or shelf.folder
     try:
         _edit(shard, done, compact, room, shelf)
     except lmdb.MapFullError:

@@ -21,7 +21,7 @@ from kvstore.fsck.shards import shards as shards
 from kvstore.fsck.structure import store_file
 from kvstore.fsck.survey import Range
 from kvstore.fsck.team import Child, Ended, Team, order
-from kvstore.fsck.work import ALL, STUCK, Plan, Work
+from kvstore.fsck.work import ALL, Plan, Work
 from kvstore.storefile import DATA_NAME, MAX_MAP, boot_id, newest_meta
 
 LISTEN_S: Final = 0.1
@@ -30,9 +30,11 @@ RESTARTS: Final = 100
 """Scanning processes that may end in one check."""
 SMALL_RANGE: Final = 1024
 """Records of a range, where there are not so many that it must have more."""
+NO_INDEX: Final = "records: what reads the index is ended by it"
 NO_TREES: Final = "index against payload, and accounting: the trees do not hold together"
 FOLLOWING: Final = ("ACCOUNTING", "ORPHAN_CHUNK", "MISSING_CHUNK")
 """Kinds of what broken trees make of intact records."""
+WALKING: Final = "while it read the index and payload's keys"
 POWER_LOSS: Final = "what a power loss cost: writes that were not synced may be lost, so an engine empties this shard"
 WORDS: Final = {"structure": "files", "survey": "index and accounting"}
 TIME_IS_OVER: Final = "max_duration was over"
@@ -193,6 +195,8 @@ class Check:
         while len(self._busy) < self.options.jobs and (job := self._next(plan)) is not None:
             child = self._team.idle()
             assert child is not None, "fewer processes are busy than there may be"
+            if isinstance(job, Work):
+                job.plain |= self._broken
             child.give(job.task() if isinstance(job, Work) else job)
             self._busy[id(child)] = job
 
@@ -243,7 +247,7 @@ class Check:
 
     def _of_survey(self, plan: Plan, message: dict[str, Any] | Ended) -> Iterator[Finding]:
         if isinstance(message, Ended):
-            yield from self._finding(self._crash(message, "while it read the index and payload's keys"))
+            yield from self._finding(self._crash(message, WALKING))
         elif "failed" in message:
             yield from self._finding(Finding("TREE", f"the index, or payload's keys: {message['failed']}"))
         else:
@@ -268,7 +272,7 @@ class Check:
             meta, size = newest_meta(self.shard / DATA_NAME)
         except StoreDamaged:
             return True
-        return meta is not None and ((meta[2] + 1) * meta[1] > size or meta[0] >= MAX_MAP)
+        return meta is not None and ((meta.last + 1) * meta.page_size > size or meta.map_size >= MAX_MAP)
 
     # --- records -----------------------------------------------------------------------------------------------------
 
@@ -276,9 +280,11 @@ class Check:
         if isinstance(message, Ended):
             yield from self._ended(plan, work, message)
         elif "failed" in message:
-            yield from self._finding(Finding("TREE", f"the index cannot be read on: {message['failed']}"))
-            self._again(plan, work, work.step_over())
+            yield from self._finding(Finding("TREE", f"the index, or payload's keys: {message['failed']}"))
+            self._plainly(plan, work)
         elif "upto" in message:
+            # Of broken trees nobody knows what they have lost: they are wholly checked once they are whole.
+            work.damaged |= self._broken
             plan.read(work, bytes.fromhex(message["upto"]), message["end"], message["records"], message["nbytes"])
             self._records, self._nbytes = self._records + message["records"], self._nbytes + message["nbytes"]
         elif "done" in message:
@@ -294,16 +300,26 @@ class Check:
             work.damaged = True
             crash = self._crash(ended, "at this record")
             yield from self._finding(Finding(crash.kind, crash.detail, ended.key))
-            self._again(plan, work, True)
+            self._again(plan, work)
         else:
-            yield from self._finding(self._crash(ended, f"at the index keys from {work.at.hex() or 'the first'} on"))
-            self._again(plan, work, work.step_over())
+            yield from self._finding(self._crash(ended, WALKING))
+            self._plainly(plan, work)
 
-    def _again(self, plan: Plan, work: Work, more: bool) -> None:
+    def _plainly(self, plan: Plan, work: Work) -> None:
+        """Read on by plain reads where the index could not be read without. Where these do not help either, LMDB cannot even
+        begin, and no other process would come further."""
+        if work.plain:
+            self._notes[NO_INDEX] += 1
+            plan.give_back(work)
+        else:
+            self._again(plan, work)
+
+    def _again(self, plan: Plan, work: Work) -> None:
         self._restarts -= 1
-        if work.stuck > STUCK or (more and self._restarts <= 0):
+        if self._restarts <= 0:
             self._notes["index keys behind those where scanning processes ended: too many did"] += 1
-        plan.give_back(work, again=more and self._restarts > 0)
+        work.plain = True
+        plan.give_back(work, again=self._restarts > 0)
 
 
 def answered(message: dict[str, Any] | Ended) -> bool:

@@ -25,11 +25,11 @@ from kvstore.fsck.content import Content
 from kvstore.fsck.findings import Finding
 from kvstore.fsck.glance import intact
 from kvstore.fsck.mark import RECORD, WALK, Mark
-from kvstore.fsck.reading import Reading
+from kvstore.fsck.reading import Plain, Reading
 from kvstore.fsck.stages import NOT_CHECKED, Problem, problems
 from kvstore.fsck.structure import IN_USE, walked
-from kvstore.fsck.survey import Survey, TooLong, matches, stored_bytes
-from kvstore.record import parse_header
+from kvstore.fsck.survey import Survey, TooLong, last_chunk, matches, stored_bytes
+from kvstore.record import Header, parse_header
 from kvstore.reports import sequence_of
 from kvstore.snapshot import ReadView
 from kvstore.storefile import DATA_NAME
@@ -45,6 +45,7 @@ UNREADABLE: Final = (lmdb.Error, MemoryError, SystemError)
 """What reading a damaged tree raises."""
 OUTSIDE: Final = (lmdb.ReadersFullError, lmdb.LockError, lmdb.BadRslotError)
 """What of LMDB's errors is not the file's."""
+LOST: Final = "records whose index entries are on pages that cannot be read"
 Say = Callable[[dict[str, Any]], None]
 
 
@@ -65,6 +66,9 @@ class Scanner:
         self._content = Content(order["device"], {}) if self._stage == "deep" else None
         self._mark, self._say = mark, say
         self._open: Reading | None = None
+        self._plain: Plain | None = None
+        """Where trees do not hold together: asked before LMDB is."""
+        self._lost = False
         self._due = 0.0
 
     def do(self, task: dict[str, Any]) -> None:
@@ -140,19 +144,41 @@ class Scanner:
         records, nbytes = task["records"], task["nbytes"]
         while records > 0 and nbytes > 0:
             self._mark.set(WALK, at)
-            with self._reading().snapshot() as view:
-                there = view.entries(at, AT_ONCE)
-            inside = [item for item in there if not end or item[0] < end]
-            meant, looked = self._meant(inside, records, nbytes)
-            ended = looked == len(inside) and (len(inside) < len(there) or len(there) < AT_ONCE)
-            at = end if ended else inside[looked - 1][0] + b"\0"
-            done = self._check([entry for entry in meant if entry.key not in skip])
+            with self._plainly(task["plain"]):
+                there = self._entries(at)
+                inside = [item for item in there if not end or item[0] < end]
+                meant, looked = self._meant(inside, records, nbytes)
+                ended = looked == len(inside) and (len(inside) < len(there) or len(there) < AT_ONCE)
+                at = end if ended else inside[looked - 1][0] + b"\0"
+                done = self._check([entry for entry in meant if entry.key not in skip])
             records, nbytes = records - len(meant), nbytes - done
             self._say({"upto": at.hex(), "end": ended, "records": len(meant), "nbytes": done})
             self._pace(done)
             if ended:
                 break
         self._say({"done": {}})
+
+    @contextmanager
+    def _plainly(self, wanted: bool) -> Iterator[None]:
+        """Look before LMDB is asked, for as long as the block lasts and where that is wanted."""
+        if not wanted:
+            yield
+            return
+        with Plain(self._shard) as self._plain:
+            try:
+                yield
+            finally:
+                if self._plain.lost and not self._lost:
+                    self._lost = True
+                    self._say({"note": LOST})
+                self._plain = None
+
+    def _entries(self, at: bytes) -> list[tuple[bytes, bytes]]:
+        """Index keys from one on and their entries, AT_ONCE at most."""
+        if self._plain is not None:
+            return self._plain.entries(at, AT_ONCE)
+        with self._reading().snapshot() as view:
+            return view.entries(at, AT_ONCE)
 
     def _meant(self, there: list[tuple[bytes, bytes]], records: int, nbytes: int) -> tuple[list[Entry], int]:
         """The entries that are to be checked at once, and how many of these are done with then: one at least."""
@@ -171,7 +197,8 @@ class Scanner:
     def _check(self, entries: list[Entry]) -> int:
         """Check records in the order in which they were written, and say what is wrong; their stored bytes."""
         if self._content is not None:
-            self._content.identities.update(self._identities())
+            known = self._identities() if self._plain is None else self._plain.identities()
+            self._content.identities.update(known)
         suspects: list[tuple[bytes, bytes, list[Finding]]] = []
         pending = sorted(entries, key=lambda entry: entry.sequence)
         while pending:
@@ -182,22 +209,32 @@ class Scanner:
         return sum(entry.nbytes for entry in entries)
 
     def _check_some(self, pending: list[Entry], suspects: list[tuple[bytes, bytes, list[Finding]]]) -> int:
-        """Check records in one snapshot; how many. Those that are not there any more are none."""
+        """Check records in one snapshot; how many. Those that are not there any more are none. A snapshot in which LMDB could
+        not read something is of no more use."""
         until = time.monotonic() + SNAPSHOT_S
         with self._reading().snapshot() as view:
             for done, entry in enumerate(pending, 1):
                 self._mark.set(RECORD, entry.key)
-                value = view.header(entry.key)
-                found = [] if value is None else self._problems(view, entry.key, value)
+                value, found = self._looked(view, entry.key)
                 for note in (finding for finding in found if finding.kind == NOT_CHECKED):
                     self._say({"note": note.detail})
                 if value is not None and (wrong := [finding for finding in found if finding.kind != NOT_CHECKED]):
                     suspects.append((entry.key, value, wrong))
-                if time.monotonic() > until:
+                if time.monotonic() > until or any(finding.kind == "TREE" for finding in found):
                     return done
         return len(pending)
 
+    def _looked(self, view: ReadView, key: bytes) -> tuple[bytes | None, list[Finding]]:
+        """A record's index entry, None where there is none, and what is wrong with the record."""
+        try:
+            value = view.header(key)
+        except UNREADABLE as error:
+            return b"", [Finding("TREE", f"its index entry cannot be read: {_words(error)}", key)]
+        return value, [] if value is None else self._problems(view, key, value)
+
     def _problems(self, view: ReadView, key: bytes, value: bytes) -> list[Finding]:
+        if found := self._obstacle(key, value):
+            return [found]
         try:
             if self._content is None and intact(view, key, value):
                 return []
@@ -206,6 +243,18 @@ class Scanner:
             return [self._finding(key, value, Problem("TREE", f"it cannot be read: {_words(error)}"))]
         except Exception as error:
             return [self._finding(key, value, Problem(NOT_CHECKED, f"a record whose check failed: {_words(error)}"))]
+
+    def _obstacle(self, key: bytes, value: bytes) -> Finding | None:
+        """Why LMDB must not be asked for a record's chunks, None where it may."""
+        if self._plain is None or not isinstance(header := parse_header(value, key), Header):
+            return None
+        found = self._plain.obstacle(header.sequence, max(0, last_chunk(header)) + 1)
+        if found is None:
+            return None
+        page, past = found
+        where = "lies past the end of the file" if past else "is none of its tree"
+        problem = Problem("FILE_TRUNCATED" if past else "TREE", f"it cannot be read: page {page} {where}")
+        return replace(self._finding(key, value, problem), page=page, pages=1)
 
     def _finding(self, key: bytes, value: bytes, problem: Problem) -> Finding:
         page, pages = self._reading().place(problem.data) if problem.data is not None else (None, 0)
@@ -216,10 +265,10 @@ class Scanner:
         """A second read, in a new snapshot. A record that was replaced or deleted meanwhile is no finding."""
         self._mark.set(RECORD, key)
         with self._reading().snapshot() as view:
-            value = view.header(key)
-            if value is None or sequence_of(value) != sequence_of(entry):
+            value, found = self._looked(view, key)
+            if value is None or (entry and value and sequence_of(value) != sequence_of(entry)):
                 return
-            kinds = {finding.kind for finding in self._problems(view, key, value)}
+            kinds = {finding.kind for finding in found}
         yield from (replace(finding, persisted=finding.kind in kinds) for finding in first)
 
     def _identities(self) -> dict[bytes, bytes]:

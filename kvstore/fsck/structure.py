@@ -9,7 +9,6 @@ import errno
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +16,16 @@ from lmdb.verify import VerifyError, verify
 
 from kvstore.errors import StoreDamaged, UnsupportedFormat
 from kvstore.fsck.findings import Finding
-from kvstore.fsck.pages import PAGE_HEADER, PageFile, leaf_nodes
-from kvstore.storefile import DATA_NAME, MAX_MAP, STORE_NAME, StoreState, newest_meta, parse_store, path_errors
+from kvstore.storefile import (
+    DATA_NAME,
+    MAX_MAP,
+    STORE_NAME,
+    StoreState,
+    newest_meta,
+    parse_store,
+    path_errors,
+    value_cut_short,
+)
 
 LOOKS: Final = 4
 """At a file that a writer changes meanwhile."""
@@ -79,7 +86,7 @@ def _last_transaction(data: Path) -> int:
         meta = newest_meta(data)[0]
     except StoreDamaged:
         return -1
-    return meta[3] if meta else 0
+    return meta.txn if meta else 0
 
 
 def _look(data: Path) -> list[Finding]:
@@ -89,14 +96,14 @@ def _look(data: Path) -> list[Finding]:
         return [Finding("META", str(error))]
     if meta is None:
         return []
-    map_size, page_size, last, _ = meta
-    if map_size >= MAX_MAP:
-        return [Finding("META", f"its meta page names a map of {map_size} bytes")]
-    short = (last + 1) * page_size > size
+    if meta.map_size >= MAX_MAP:
+        return [Finding("META", f"its meta page names a map of {meta.map_size} bytes")]
+    pages = meta.last + 1
+    short = pages * meta.page_size > size
     problems = _problems(data)
-    if short and not problems:
-        problems = _past_end(data)
-    return list(_named(problems, short, f"{size:,} bytes of {last + 1:,} pages of {page_size:,}"))
+    if short and not problems and (cut := value_cut_short(data)):
+        problems = [cut]
+    return list(_named(problems, short, f"{size:,} bytes of {pages:,} pages of {meta.page_size:,}"))
 
 
 def _problems(data: Path) -> list[str]:
@@ -106,17 +113,6 @@ def _problems(data: Path) -> list[str]:
         return [str(error)]
     except (ValueError, ArithmeticError, LookupError, MemoryError, RecursionError) as error:
         return [f"it cannot be walked: {type(error).__name__}: {error}"]
-
-
-def _past_end(data: Path) -> list[str]:
-    """Values that reach past the end of the file, of which lmdb.verify looks at the first page alone."""
-    with PageFile(data) as file:
-        meta = file.metas[0]
-        roots = [meta.free.root, meta.main.root, *(tree.root for tree in file.databases(meta).values())]
-        leaves = (page for root in roots for _, page in file.walk(root))
-        runs = ((node.run, node.size) for page in leaves for node in leaf_nodes(page) if node.run is not None)
-        past = (run for run, size in runs if run * file.page_bytes + PAGE_HEADER + size > file.size)
-        return [f"the value from page {run} on reaches beyond EOF" for run in islice(past, MOST)]
 
 
 def _named(problems: Iterable[str], short: bool, length: str) -> Iterator[Finding]:

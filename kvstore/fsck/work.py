@@ -13,15 +13,13 @@ from kvstore.fsck.options import STAGES, Options
 from kvstore.fsck.survey import Range
 
 ALL: Final = 2**62
-PREFIX_BYTES: Final = 18
-STUCK: Final = 12
-"""Steps behind what cannot be read, before a range is given up."""
 
 
 @dataclass
 class Work:
     """A range that is to be read. at: what comes next; records and nbytes: what it has, as far as is known; skip: records
-    that ended a scanning process; stuck: how often reading on from `at` did; damaged: whether something was found."""
+    that ended a scanning process; plain: whether plain reads are to tell what LMDB can be asked for; damaged: whether
+    something was found."""
 
     start: bytes
     end: bytes
@@ -29,7 +27,7 @@ class Work:
     nbytes: int = ALL
     at: bytes = b""
     skip: set[bytes] = field(default_factory=set)
-    stuck: int = 0
+    plain: bool = False
     damaged: bool = False
     reserved: tuple[int, int] = (0, 0)
     done: tuple[int, int] = (0, 0)
@@ -39,20 +37,7 @@ class Work:
         skip = sorted(key.hex() for key in self.skip)
         records, nbytes = self.reserved
         bounds = {"start": self.at.hex(), "end": self.end.hex(), "records": records, "nbytes": nbytes}
-        return {"task": "range", **bounds, "skip": skip}
-
-    def step_over(self) -> bool:
-        """Go on behind what cannot be read, further at each time; whether there is anything there to be read."""
-        self.stuck += 1
-        keep = max(PREFIX_BYTES, PREFIX_BYTES + 3 - self.stuck)
-        self.at = after(self.at, keep)
-        return self.stuck <= STUCK and bool(self.at) and (not self.end or self.at < self.end)
-
-
-def after(key: bytes, keep: int) -> bytes:
-    """The first key that does not begin as this one does, in `keep` bytes and one more; empty where there is none."""
-    start = key.ljust(keep + 1, b"\0")[: keep + 1].rstrip(b"\xff")
-    return start[:-1] + bytes((start[-1] + 1,)) if start else b""
+        return {"task": "range", **bounds, "skip": skip, "plain": self.plain}
 
 
 class Plan:
@@ -122,7 +107,7 @@ class Plan:
         work.done = (work.done[0] + records, work.done[1] + nbytes)
         if not work.damaged and (ended or upto > work.at):
             self._done.append(Part(work.at, upto, self._now, self._stage))
-        work.at, work.damaged, work.stuck = upto, False, 0
+        work.at, work.damaged = upto, False
         work.records, work.nbytes = max(0, work.records - records), max(0, work.nbytes - nbytes)
 
     def checkpoint(self) -> Checkpoint:

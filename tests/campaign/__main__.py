@@ -6,11 +6,12 @@ import argparse
 import importlib
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tests.campaign
-from tests.campaign.framework import CAMPAIGNS, Campaign, run
+from tests.campaign.framework import CAMPAIGNS, Campaign, Result, run, tell
+from tests.campaign.parallel import Complain, Report, report_of, run_together
 
 
 def load_campaigns() -> dict[str, Campaign]:
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--faults", type=int, metavar="N", help="how many faults, instead of the form's number")
     which.add_argument("--fault", type=int, metavar="K", help="repeat fault K alone")
     made.add_argument("--scratch", type=Path, metavar="DIR", help="where stores are made (default: the system's tmp)")
+    made.add_argument("--jobs", type=int, default=1, metavar="N", help="so many campaigns at a time (default 1)")
     made.add_argument("--verbose", action="store_true", help="print the details of every outcome that has some")
     return made
 
@@ -49,14 +51,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for chosen in known.values():
             print(f"{chosen.name:12} quick {chosen.quick:>6}  full {chosen.full:>6}  {chosen.summary}")
         return 0
+    failed = False
+    for report in reports(options, choose(known, options.only)):
+        print(*report.details * options.verbose, report.line, sep="\n", flush=True)
+        failed |= report.failed
+    return int(failed)
+
+
+def reports(options: argparse.Namespace, chosen: Sequence[Campaign]) -> Iterator[Report]:
+    """Run campaigns one after the other in this process, or several at a time in processes of their own."""
     numbers = None if options.faults is None else range(options.faults)
     numbers = numbers if options.fault is None else [options.fault]
-    failed = False
-    for chosen in choose(known, options.only):
-        result = run(chosen, options.seed, numbers, options.full, options.scratch)
-        print(*result.details * options.verbose, result.line, sep="\n", flush=True)
-        failed |= bool(result.failures)
-    return int(failed)
+
+    def one(campaign: Campaign, complain: Complain) -> Result:
+        return run(campaign, options.seed, numbers, options.full, options.scratch, complain)
+
+    if options.jobs > 1:
+        return run_together(chosen, options.jobs, one, tell)
+    return (report_of(campaign, one, tell) for campaign in chosen)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,10 @@ class Child:
             _run(action, writer)
         os.close(writer)
 
+    def fileno(self) -> int:
+        """What `select` waits for."""
+        return self._reader
+
     def listen(self, timeout: float) -> bool:
         """Take what it says next; False where it said nothing in time, or is gone."""
         if not select.select([self._reader], [], [], timeout)[0]:
@@ -81,14 +85,15 @@ class Child:
             os.kill(self.pid, signal.SIGUSR1)
             self.listen(1.0)
             os.kill(self.pid, signal.SIGKILL)
-        return self._wait()
+        return self.wait()
 
     def kill(self) -> Ending:
         """End it at once; what it said before counts, also what nobody has read yet."""
         os.kill(self.pid, signal.SIGKILL)
-        return self._wait()
+        return self.wait()
 
-    def _wait(self) -> Ending:
+    def wait(self) -> Ending:
+        """Wait for its end, however long that takes."""
         while not self._ended:
             self.listen(PATIENCE_S)
         os.close(self._reader)

@@ -36,6 +36,8 @@ Rules:
   does not fail. An exception of any other kind fails the campaign, at the fault whose number was given out last.
 - Modules of this package are imported to find the campaigns in them: nothing may run at import.
 - Standard output has one line for each campaign; what failed goes to standard error.
+- With `--jobs` several campaigns run at a time, each in a process of its own. One with short deadlines, which a busy
+  machine would miss, says `alone=True`: those use all cores by themselves.
 """
 
 from __future__ import annotations
@@ -95,6 +97,8 @@ class Campaign:
     quick: int
     full: int
     make: Make
+    alone: bool = False
+    """Whether no other may run at the same time."""
 
     @property
     def summary(self) -> str:
@@ -104,11 +108,11 @@ class Campaign:
 CAMPAIGNS: dict[str, Campaign] = {}
 
 
-def campaign(name: str, quick: int, full: int) -> Callable[[Make], Make]:
-    """Register a campaign of `quick` faults, or `full` with --full."""
+def campaign(name: str, quick: int, full: int, alone: bool = False) -> Callable[[Make], Make]:
+    """Register a campaign of `quick` faults, or `full` with --full. alone: with --jobs, nothing runs beside it."""
 
     def register(make: Make) -> Make:
-        CAMPAIGNS[name] = Campaign(name, quick, full, make)
+        CAMPAIGNS[name] = Campaign(name, quick, full, make, alone)
         return make
 
     return register
@@ -176,13 +180,18 @@ class Result:
         return " ".join(f"{name}={value}" for name, value in (figures | {"seconds": f"{self.seconds:.0f}"}).items())
 
 
+def tell(text: str) -> None:
+    """Say what failed."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def run(
     chosen: Campaign,
     seed: int,
     numbers: Sequence[int] | None = None,
     full: bool = False,
     scratch: Path | None = None,
-    complain: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    complain: Callable[[str], None] = tell,
 ) -> Result:
     """Run a campaign. numbers: which faults, by default as many as the form has; scratch: where its folders are made."""
     if numbers is None:

@@ -274,11 +274,9 @@ def judge(subject: Subject, shard: Path, chance: random.Random) -> Verdict:
         return Verdict("the summary counts other findings than there are")
     if wrong := found_rightly(findings, to, kinds, loose):
         return Verdict(wrong)
-    left, compact = findings, chance.random() < 0.3
-    # What only a sound database shows of its records is found once they were salvaged: the second time.
-    for _ in range(1 + loose):
-        carry_out(shard, plan(shard, left), compact)
-        left = [finding for finding in examined(shard)[0] if finding.damage]
+    deep = Options(stage="deep")
+    carry_out(shard, plan(shard, findings), chance.random() < 0.3, uncover=lambda shard: check(shard, deep))
+    left = [finding for finding in examined(shard)[0] if finding.damage]
     if left:
         return Verdict(f"damage is left after the repair: {left[:3]}")
     now = contents(shard)

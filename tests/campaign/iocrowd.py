@@ -76,7 +76,7 @@ def read(world: World, store: KVStore, threads: int, seed: int, until: float, sa
         play([Hand(world, store, random.Random(f"{seed}/{n}"), ops=ASKS) for n in range(threads)], until, say)
 
 
-@campaign("io-crowd", quick=1, full=5)
+@campaign("io-crowd", quick=1, full=5, alone=True)
 def io_crowd(context: Context) -> Iterator[Outcome]:
     """Eight threads of a writer and eight of two other processes that read, at once, 15 seconds a fault (full: a minute)."""
     for world in (SMALL, LARGE):

@@ -33,7 +33,7 @@ SCENES: dict[str, tuple[dict[str, float], tuple[str, ...], int]] = {
 """What hands do, under which policies, and how many they are."""
 
 
-@campaign("io-kill", quick=200, full=5000)
+@campaign("io-kill", quick=200, full=5000, alone=True)
 def io_kill(context: Context) -> Iterator[Outcome]:
     """The I/O process is killed in put, get, look-ups, eviction, clear, opening and its restart: calls miss, and go on."""
     warm()

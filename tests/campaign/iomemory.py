@@ -25,7 +25,7 @@ SPARE = (0, 4096, 2**16, 2**20, 2**23, 2**25)
 REFUSALS = SHORTAGES | {"source_changed"}
 
 
-@campaign("io-memory", quick=30, full=300)
+@campaign("io-memory", quick=30, full=300, alone=True)
 def io_memory(context: Context) -> Iterator[Outcome]:
     """The I/O process's memory and file size are limited to a little more than it has: puts fail, gets miss, both recover."""
     warm()

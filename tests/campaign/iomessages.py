@@ -26,7 +26,7 @@ _benches: dict[int, Bench] = {}
 """Of this process alone, both."""
 
 
-@campaign("io-messages", quick=300, full=20_000)
+@campaign("io-messages", quick=300, full=20_000, alone=True)
 def io_messages(context: Context) -> Iterator[Outcome]:
     """Messages are cut, flipped, garbled, stalled, lost, replayed, renumbered, both ways; a fifth between processes."""
     warm()

@@ -26,7 +26,7 @@ STAGING = "/memfd:kvstore-staging"
 WHEN = ("opening", "work", "work", "stopped")
 
 
-@campaign("io-orphan", quick=50, full=500)
+@campaign("io-orphan", quick=50, full=500, alone=True)
 def io_orphan(context: Context) -> Iterator[Outcome]:
     """SIGKILL of the engine, also while its I/O process is stopped: process and memory go, and the shard can be opened."""
     warm()

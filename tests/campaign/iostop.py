@@ -37,7 +37,7 @@ def leases() -> Leases:
     return _leases[os.getpid()]
 
 
-@campaign("io-stop", quick=30, full=500)
+@campaign("io-stop", quick=30, full=500, alone=True)
 def io_stop(context: Context) -> Iterator[Outcome]:
     """The I/O process is stopped past every deadline, and sometimes continued: no late answer counts, no buffer is shared."""
     warm()

@@ -22,7 +22,7 @@ PAGE = 4096
 THEN = ("restored", "removed", "left", "left")
 
 
-@campaign("io-truncate", quick=100, full=2000)
+@campaign("io-truncate", quick=100, full=2000, alone=True)
 def io_truncate(context: Context) -> Iterator[Outcome]:
     """data.mdb is truncated under the I/O process: SIGBUS ends it, calls miss, and a file that is whole again serves."""
     warm()
