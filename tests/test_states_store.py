@@ -13,7 +13,7 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
-from kvstore import CacheIdentity, KVStore, LayerSpec, Rank, StateSpec, StateTensor, route, statepath
+from kvstore import CacheIdentity, KVStore, LayerSpec, PrefixBlocks, Rank, StateSpec, StateTensor, route, statepath
 from kvstore.errors import ConfigError, IdentityError, UnsupportedCache
 from kvstore.explain import StateRun, explain, runs_in_words
 from kvstore.fsck.findings import Finding, Summary
@@ -531,3 +531,38 @@ def test_states_are_served_from_where_they_were_taken(move: Any, shard: Path, tm
         got = store.get_blocks(HASHES[:3], OTHERS, num_tokens=3 * TOKENS - 2, group=GROUP)
         assert got.verified.all()
     assert np.array_equal(snapshot(target)[OTHERS], snapshot(FORMS["unknown"](1))[IDS])
+
+
+# --- beside other groups, and other ranks ------------------------------------------------------------------------
+
+
+@pytest.mark.both
+def test_a_prefix_needs_every_block_of_tokens_and_the_state_at_its_end(tmp_path: Path) -> None:
+    source, target = cache_of(mamba(1), seed=1), cache_of(mamba(2), seed=2)
+    hashes = {0: HASHES, GROUP: HASHES}
+    with open_store(tmp_path, source) as store:
+        store.put_blocks(HASHES, [0, 1, 2, 3])
+        assert store.match_tokens(hashes) == 0
+        store.put_blocks(HASHES[2:3], [4], start=2, group=GROUP)
+        assert store.match_tokens(hashes) == 3 * TOKENS
+        assert store.match_prefix(hashes) == 3
+        assert store.match_prefix(HASHES, group=GROUP) == 0
+        blocks = {0: PrefixBlocks(HASHES[:3], [1, 2, 3]), GROUP: PrefixBlocks(HASHES[2:3], [0], 2)}
+        got = store.attach(target).get_prefix(blocks)
+        assert got.tokens == 3 * TOKENS
+    stored, loaded = (snapshot(cast(States, cache.states)) for cache in (source, target))
+    assert np.array_equal(loaded[0], stored[4])
+
+
+@pytest.mark.both
+def test_states_of_another_split_are_misses(tmp_path: Path) -> None:
+    whole = {name: given for name, given in mamba(1).items() if name.startswith("model.layers.0")}
+    identity = whole_identity(whole)
+    for part in range(2):
+        with open_store(tmp_path, cache_of(split(whole, 2, part)), identity=identity, rank=Rank(part, 2)) as store:
+            assert store.put_blocks(HASHES[:1], [3], group=GROUP).stored.all()
+    with open_store(tmp_path, cache_of(whole), identity=identity) as store:
+        assert store.match_prefix(HASHES[:1], group=GROUP) == 0
+        assert store.get_blocks(HASHES[:1], [1], group=GROUP).missing.all()
+        assert store.put_blocks(HASHES[:1], [3], group=GROUP).stored.all()
+        assert store.get_blocks(HASHES[:1], [1], group=GROUP).verified.all()
