@@ -17,6 +17,7 @@ from kvstore import CacheIdentity, KVStore, LayerSpec, PrefixBlocks, Rank, State
 from kvstore.errors import ConfigError, IdentityError, UnsupportedCache
 from kvstore.explain import StateRun, explain, runs_in_words
 from kvstore.fsck.findings import Finding, Summary
+from kvstore.fsck.glance import intact
 from kvstore.fsck.options import Options
 from kvstore.fsck.salvage import salvage
 from kvstore.fsck.scan import check
@@ -407,6 +408,11 @@ def findings(shard: Path, stage: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("stage", ["default", "deep"])
 def test_a_clean_store_of_states_gives_no_finding(shard: Path, stage: str) -> None:
     assert list(findings(shard, stage)) == []
+
+
+def test_a_clean_state_is_told_at_a_glance(shard: Path) -> None:
+    with opened(shard, capacity_bytes=64 * MIB) as db, db.read() as snapshot:
+        assert [intact(snapshot, key, bytes(entry)) for key, entry in db.entries()] == [True] * 4
 
 
 def state_headers(db: Any) -> list[Header]:
