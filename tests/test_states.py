@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import PagedKVCache, StateTensor, block_checksums, slice_checksums, statepath
+from kvstore import KVChecksumWorker, PagedKVCache, Rank, StateTensor, block_checksums, slice_checksums, statepath
 from kvstore.errors import InvalidCache, InvalidShape, UnknownGroup, UnsupportedCache
 from kvstore.loops_states_numpy import NumpyStates
 from kvstore.runs import MAX_RUNS
@@ -587,3 +587,9 @@ def test_a_row_of_a_rank_has_the_bytes_of_the_whole() -> None:
     assert sorted(b"".join(parts)) == sorted(canonical_bytes(whole, 1))
     assert with_tensors(whole, 3)["layers.0.mixer"][0].tensor.shape == whole["layers.0.mixer"][0].tensor.shape
     assert replace(whole["layers.0.mixer"][0], model_rows=600).model_rows == 600
+
+
+def test_the_protocols_worker_says_that_it_leaves_states_out() -> None:
+    worker = KVChecksumWorker(cache_of(mamba()), Rank())
+    assert list(worker.skipped) == [GROUP]
+    assert "Mamba states" in worker.skipped[GROUP]
