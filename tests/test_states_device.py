@@ -109,6 +109,14 @@ def test_states_are_copied_back_where_no_kernel_is(
 
 
 @by_host
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_of_what_was_copied_back_are_the_reference(form: str, waits: list[torch.device]) -> None:
+    states = FORMS[form](3)
+    found = block_checksums(on("mps", cache_of(states, tp_rank=2)), IDS, group=GROUP)
+    assert found.tolist() == [reference_sum(states, slot, tp_rank=2) for slot in IDS]
+
+
+@by_host
 def test_a_mirror_smaller_than_a_call_is_used_again(
     waits: list[torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
