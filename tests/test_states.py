@@ -500,6 +500,11 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "layers.0.mixer and layers.0.mixer share memory",
     ),
     "pages that overlap": (lambda: made(*page_views(5)), UnsupportedCache, "share memory"),
+    "a state that reaches into the next slot": (
+        lambda: made(*[StateTensor(flat().as_strided((3, 3, 2), (12, 2, 1), at), 1) for at in (0, 7)]),
+        UnsupportedCache,
+        "share memory",
+    ),
     "no block size": (
         lambda: made(StateTensor(one_state(), 1), state_block_size={}),
         InvalidCache,
@@ -524,11 +529,19 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "nothing": (lambda: PagedKVCache.from_tensors({}, "BNC"), InvalidCache, "empty"),
 }
 _KEPT: list[torch.Tensor] = []
+_FLAT: list[torch.Tensor] = []
 
 
 def one_state_kept() -> torch.Tensor:
     _KEPT.append(one_state())
     return _KEPT[-1]
+
+
+def flat() -> torch.Tensor:
+    """Always the same memory."""
+    if not _FLAT:
+        _FLAT.append(random_tensor((40,), torch.bfloat16, 1))
+    return _FLAT[0]
 
 
 def page_views(first: int) -> list[StateTensor]:
@@ -546,6 +559,8 @@ def test_what_is_no_state_is_refused_with_the_reason(case: str) -> None:
 
 def test_pages_whose_states_follow_each_other_share_nothing() -> None:
     assert made(*page_views(6)).state_groups[0].block_bytes == 24
+    apart = [StateTensor(flat().as_strided((3, 3, 2), (12, 2, 1), at), 1) for at in (0, 6)]
+    assert made(*apart).state_groups[0].block_bytes == 24
 
 
 def test_a_group_has_one_kind_of_layers() -> None:
