@@ -69,9 +69,10 @@ class BlockDB(Following):
         writable: bool,
         quarantine_bytes: int,
         patience_s: float = HOLD_PATIENCE_S,
+        patient: bool = False,
     ) -> None:
         self._quarantine_bytes = quarantine_bytes
-        super().__init__(folder, capacity_bytes, sync, writable, patience_s)
+        super().__init__(folder, capacity_bytes, sync, writable, patience_s, patient)
         self._freed = writable
 
     def _environment(self, map_size: int, new: bool) -> None:

@@ -89,11 +89,14 @@ class Environment(Lifetime):
         self._opened_as = claim(folder)
         try:
             with path_errors(folder, "expected a shard's folder, on a file system with room"):
-                self._open(patience_s)
+                self._open_first(patience_s)
         except BaseException:
             self._closing = self._closed = True
             release(self._opened_as)
             raise
+
+    def _open_first(self, patience_s: float) -> None:
+        self._open(patience_s)
 
     def _open(self, patience_s: float) -> None:
         if self.writable:

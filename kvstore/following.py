@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import lmdb
@@ -12,8 +13,9 @@ import lmdb
 from kvstore.compaction import Compactable
 from kvstore.environment import HOLD_PATIENCE_S as HOLD_PATIENCE_S
 from kvstore.environment import REVIVE_PATIENCE_S
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, StorePathError
 from kvstore.lifetime import POLL_SECONDS
+from kvstore.storefile import DATA_NAME
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +27,29 @@ TIDY_INTERVAL_S: Final = 1.0
 """How often calls clear what killed readers left in LMDB's table: it keeps freed pages from being used again."""
 
 
+NO_FILES: Final[Any] = SimpleNamespace(close=lambda: None)
+"""In the place of LMDB's environment and the STORE file of a shard that nobody has made yet."""
+
+
 class Following(Compactable):
     """An Environment whose reader goes with the shard's files. Threads, forks and close as Environment.
 
     A reader whose files were removed or replaced closes them in the next call, once no other is in flight, and opens what
-    lies there. Where that cannot be opened it is `gone`, and calls find nothing, until one of them can open it.
+    lies there. Where that cannot be opened it is `gone`, and calls find nothing, until one of them can open it; a reader that
+    is `patient` may begin so.
     """
 
     def __init__(
-        self, folder: Path, capacity_bytes: int, sync: bool, writable: bool, patience_s: float = HOLD_PATIENCE_S
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        sync: bool,
+        writable: bool,
+        patience_s: float = HOLD_PATIENCE_S,
+        patient: bool = False,
     ) -> None:
+        """patient: whether a reader may be opened before a writer has made the shard."""
+        self._patient = patient
         self.gone = False
         """Whether there is nothing to read: no file is open, or only one that is not the shard's any more."""
         self._replaced = False
@@ -42,6 +57,15 @@ class Following(Compactable):
         self._look_at = self._tidy_at = 0.0
         self._told = ""
         super().__init__(folder, capacity_bytes, sync, writable, patience_s)
+
+    def _open_first(self, patience_s: float) -> None:
+        try:
+            self._open(patience_s)
+        except StorePathError:
+            if self.writable or not self._patient or (self.folder / DATA_NAME).exists():
+                raise
+            self.gone, self._env, self.store_file = True, NO_FILES, NO_FILES
+            self._look_at = time.monotonic() + RETRY_INTERVAL_S
 
     def enter(self, token: object) -> None:
         self.check_open()

@@ -20,7 +20,7 @@ from kvstore.keeper import Keeper
 from kvstore.results import Bools
 from kvstore.shape import GroupShape
 from kvstore.shard import Shard
-from kvstore.siblings import Siblings, owning
+from kvstore.siblings import Siblings, has_others, owning
 from kvstore.staging import Buffers
 from kvstore.steps import Finer
 from kvstore.storage import Question
@@ -53,7 +53,8 @@ def open_shard(opening: Opening) -> Shard:
 
 def _open_shard(opening: Opening) -> Shard:
     config = opening.config
-    db = BlockDB(opening.folder, config.capacity_bytes, config.sync, opening.writable, config.quarantine_bytes)
+    sizes = config.capacity_bytes, config.sync, opening.writable, config.quarantine_bytes
+    db = BlockDB(opening.folder, *sizes, patient=not opening.writable and has_others(opening.folder))
     try:
         shard = Shard(db, opening.identity_json, config, codec_named(config.codec), refused=Refused(opening.refused))
         _check_identity(shard)

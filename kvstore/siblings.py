@@ -107,6 +107,14 @@ def _give_back(folder: str, shard: Shard, user: int) -> None:
         shard.close()
 
 
+def has_others(own: Path) -> bool:
+    """Whether a store has other shards."""
+    try:
+        return any(FOLDER.fullmatch(entry.name) and entry.name != own.name for entry in os.scandir(own.parent))
+    except OSError:
+        return False
+
+
 class Siblings:
     """The other shards of a store that may have what a rank needs: those of other splits, and where `copies`, those of its
     own, since other ranks then write some of its heads. Owned by one InlineStorage; any thread may call it; of no use in the

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore import KVStore, PagedKVCache, Rank
-from kvstore.errors import ConfigError, LengthMismatch
+from kvstore.errors import ConfigError, LengthMismatch, StorePathError
 from tests.splitmodel import STEP, Model, Split
 from tests.support import SMALL, io_mode, open_store
 
@@ -181,6 +184,35 @@ def test_a_rank_reads_the_chunks_with_its_slices_and_no_others(tmp_path: Path) -
             chunks = max(needed, 2 * 262_144)
             assert store.stats()["get_spliced_bytes"] <= 1.2 * chunks + tables
             assert store.stats()["get_spliced_bytes"] >= needed
+
+
+def test_a_reader_needs_no_shard_of_its_own(tmp_path: Path) -> None:
+    model, split = Model(), Split(1, 2)
+    rank = split.ranks[1]
+    with pytest.raises(StorePathError, match=r"expected a shard"):
+        open_store(tmp_path, model.cache(split, rank, filled=False), identity=model.identity, rank=rank, mode="r")
+    model.put(tmp_path, Split(2))
+    with opened(model, tmp_path, split, rank, mode="r") as (store, cache):
+        assert store.match_prefix(model.steps) == 8
+        assert model.get(store, split).verified.all()
+        assert np.array_equal(model.found(cache, split, rank), model.expected(split, rank))
+        assert store.stats()["get_spliced"] == 8
+    assert not (tmp_path / rank.folder).exists()
+
+
+@pytest.mark.inline("waits for what a reader in this process looks for")
+def test_a_reader_finds_its_own_shard_once_a_writer_makes_it(tmp_path: Path) -> None:
+    model, split = Model(), Split(1)
+    other = Model(seed=9)
+    other.put(tmp_path, Split(2))
+    with opened(model, tmp_path, split, Rank(), mode="r") as (store, _):
+        assert model.get(store, split).missing.all()
+        command = "import sys; from tests.splitmodel import *; Model().put(Path(sys.argv[1]), Split(1))"
+        subprocess.run([sys.executable, "-c", command, str(tmp_path)], check=True, cwd=Path(__file__).parent.parent)
+        deadline = time.monotonic() + 20
+        while not (got := model.get(store, split)).verified.all() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert got.verified.all()
 
 
 @pytest.mark.parametrize(
