@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstore.comparing_sides import KVChecksumSide
     from kvstore.config import StoreConfig
     from kvstore.errors import KVStoreError
-    from kvstore.identity import CacheIdentity, LayerSpec, Rank
+    from kvstore.identity import CacheIdentity, LayerSpec, Rank, StateSpec
     from kvstore.prefixes import PrefixBlocks, PrefixResult
     from kvstore.protocol import (
         KVChecksumBlocks,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         encode_records,
     )
     from kvstore.results import GetResult, PutResult, Rejection
+    from kvstore.states import StateTensor
     from kvstore.store import KVStore
     from kvstore.transfer import block_checksums, kv_checksum_platform_supported, slice_checksums
 
@@ -64,6 +65,8 @@ __all__ = [
     "Rank",
     "Rejection",
     "ReplicaKey",
+    "StateSpec",
+    "StateTensor",
     "StoreConfig",
     "block_checksum_tags",
     "block_checksums",
@@ -83,13 +86,14 @@ _MODULES = {
     "comparing_sides": ("KVChecksumSide",),
     "config": ("StoreConfig",),
     "errors": ("KVStoreError",),
-    "identity": ("CacheIdentity", "LayerSpec", "Rank"),
+    "identity": ("CacheIdentity", "LayerSpec", "Rank", "StateSpec"),
     "prefixes": ("PrefixBlocks", "PrefixResult"),
     "protocol": (
         *("KVChecksumBlocks", "KVChecksumGroup", "KVChecksumRecord", "KVChecksumScheduled", "ReplicaKey"),
         *("decode_records", "encode_records"),
     ),
     "results": ("GetResult", "PutResult", "Rejection"),
+    "states": ("StateTensor",),
     "store": ("KVStore",),
     "transfer": ("block_checksums", "kv_checksum_platform_supported", "slice_checksums"),
 }

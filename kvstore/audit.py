@@ -20,13 +20,15 @@ from kvstore.checksum import weighted_sums
 from kvstore.codec import CODECS
 from kvstore.errors import UnsupportedCache
 from kvstore.geometry import RUN, ChunkPlan, decode_geometry
-from kvstore.hostpath import StagingSums, staging_sums
+from kvstore.hostpath import StagingSums
 from kvstore.record import MAX_HEADER_BYTES, Directory, Header, check_chunk, parse_directory, parse_header
 from kvstore.reports import KINDS, Report, sequence_of
 from kvstore.results import Rejection
 from kvstore.shape import GroupShape
 from kvstore.snapshot import ReadView
 from kvstore.span import MAX_TOKENS, Span
+from kvstore.stategeometry import STATES, rows_twice, sound_states, state_extent
+from kvstore.statepath import shape_sums
 
 log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
@@ -95,7 +97,7 @@ def _audit(snapshot: ReadView, key: bytes, value: bytes) -> Rejection | None:
         return Rejection("version", f"codec {header.codec}, this kvstore knows {sorted(CODECS)}")
     if wrong := unlikely(snapshot, header):
         return wrong
-    shape = shape_of(header.block_size, header.geometry, header.fingerprint, key[:PREFIX_BYTES])
+    shape = shape_of(header.block_size, header.geometry, header.fingerprint, key[:PREFIX_BYTES], header.flags)
     try:
         plan = shape.plan
     except UnsupportedCache as error:
@@ -110,23 +112,25 @@ def _audit(snapshot: ReadView, key: bytes, value: bytes) -> Rejection | None:
 def unlikely(snapshot: ReadView, header: Header) -> Rejection | None:
     """Whether the header's numbers are none of a block's, or ask for more than a directory is there for: before anything is
     made of them. Raises lmdb.Error."""
-    runs = list(RUN.iter_unpack(header.geometry))
-    slices, raw = extent(header.block_size, header.geometry)
-    if raw != header.raw_length or not sound_numbers(header) or not sound_runs(runs):
+    geometry, flags = header.geometry, header.flags
+    slices, raw = extent(header.block_size, geometry, flags)
+    if raw != header.raw_length or not sound_numbers(header) or not sound_runs(geometry, flags):
         return Rejection("header", "its fields contradict each other, under a header hash that is right")
     if slices > MAX_SLICES or raw > MAX_RAW_BYTES:
         return Rejection("geometry", f"{slices} slices of {raw} bytes in all: not checked here")
     directory = snapshot.chunk(header.sequence, 0)
     if directory is None or len(directory) < 8 * slices:
         return Rejection("storage_hash", f"directory: missing, or too short for {slices} slices")
-    if slice_twice(header.geometry):
+    if slice_twice(geometry, flags):
         return Rejection("header", "its geometry names a slice twice, under a header hash that is right")
     return None
 
 
 @lru_cache(maxsize=4 * SHAPES)
-def extent(block_size: int, geometry: bytes) -> tuple[int, int]:
-    """How many slices a block has, and how many raw bytes."""
+def extent(block_size: int, geometry: bytes, flags: int = 0) -> tuple[int, int]:
+    """How many slices a block has, and how many raw bytes. flags: the header's."""
+    if flags & STATES:
+        return state_extent(geometry)
     runs = list(RUN.iter_unpack(geometry))
     slices = sum(count * (more + 1) for _, count, _, _, more, _, _ in runs)
     return slices, block_size * sum(count * (more + 1) * (k + v) for _, count, _, _, more, k, v in runs)
@@ -137,16 +141,21 @@ def sound_numbers(header: Header) -> bool:
     return 1 <= header.valid_tokens <= header.block_size and (header.position + 1) * header.block_size <= MAX_TOKENS
 
 
-def sound_runs(runs: Iterable[tuple[int, ...]]) -> bool:
+def sound_runs(geometry: bytes, flags: int = 0) -> bool:
     """Whether a writer could have given these runs of a geometry."""
+    if flags & STATES:
+        return sound_states(geometry)
     return all(
-        count and head + more < MAX_HEADS and k + v and not (k | v) % 8 for _, count, _, head, more, k, v in runs
+        count and head + more < MAX_HEADS and k + v and not (k | v) % 8
+        for _, count, _, head, more, k, v in RUN.iter_unpack(geometry)
     )
 
 
 @lru_cache(maxsize=4 * SHAPES)
-def slice_twice(geometry: bytes) -> bool:
+def slice_twice(geometry: bytes, flags: int = 0) -> bool:
     """Whether a geometry names a slice twice. Of one that has at most MAX_SLICES."""
+    if flags & STATES:
+        return rows_twice(geometry)
     ends: dict[int, int] = {}
     for shape in decode_geometry(geometry):
         if shape.first_head < ends.get(shape.layer, 0):
@@ -175,16 +184,13 @@ def _decoded(snapshot: ReadView, header: Header, plan: ChunkPlan, directory: Dir
 
 def _content(header: Header, shape: GroupShape, directory: Directory, block: Bytes) -> Rejection | None:
     """Compare the sums of the block's bytes with the slice table, and their weighted sum with the stored checksum."""
-    first = np.array([header.position * shape.block_size], np.int64)
-    span = Span(header.position, np.zeros(1, np.int64), first, np.array([header.valid_tokens], np.int64))
+    token = np.array([header.position * shape.block_size], np.int64)
+    span = Span(header.position, np.zeros(1, np.int64), token, np.array([header.valid_tokens], np.int64))
     sums = sums_of(shape)(span, block[None])
     astray = np.flatnonzero(sums[0] != directory.slice_sums)
     if astray.size:
-        part = shape.slices[int(astray[0])]
-        return Rejection(
-            "content",
-            f"{astray.size} slices are not those of the slice table, the first layer {part.layer} head {part.head}",
-        )
+        first = shape.slices[int(astray[0])]
+        return Rejection("content", f"{astray.size} slices are not those of the slice table, the first {first}")
     total = int(weighted_sums(sums, shape.factors)[0])
     expected = header.tagged_checksum ^ int(shape.tags([header.key[PREFIX_BYTES:]])[0])
     if total != expected:
@@ -193,12 +199,12 @@ def _content(header: Header, shape: GroupShape, directory: Directory, block: Byt
 
 
 @lru_cache(maxsize=SHAPES)
-def shape_of(block_size: int, geometry: bytes, fingerprint: int, prefix: bytes) -> GroupShape:
+def shape_of(block_size: int, geometry: bytes, fingerprint: int, prefix: bytes, flags: int = 0) -> GroupShape:
     """The shape of the records of a group, of at most MAX_SLICES slices."""
-    return GroupShape(block_size, geometry, fingerprint, prefix)
+    return GroupShape(block_size, geometry, fingerprint, prefix, flags)
 
 
 @lru_cache(maxsize=SHAPES)
 def sums_of(shape: GroupShape) -> StagingSums:
     """Takes s of each slice of staged blocks of a shape."""
-    return staging_sums(shape)
+    return shape_sums(shape)

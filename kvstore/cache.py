@@ -18,10 +18,14 @@ from kvstore.group import Slice as Slice
 from kvstore.group import shared_memory as shared_memory
 from kvstore.identity import LAYER_TYPES, heads_before, layer_number
 from kvstore.layout import LayerPlanes, LayerTensors, check_layout, take_apart
+from kvstore.states import StateGroup as StateGroup
+from kvstore.states import StateTensor as StateTensor
+from kvstore.statetensors import make_state_group
 
 log = logging.getLogger(__name__)
 MAX_GROUP = 2**16 - 1
 UNSUPPORTED: Final = ("raise", "skip")
+AnyGroup = CacheGroup | StateGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +42,10 @@ class PagedKVCache:
     tensors: Mapping[str, LayerTensors] = field(repr=False)
     layout: str
     skipped: Mapping[int, str] = field(default_factory=dict)
-    """Groups that cannot be checksummed, which are not in `groups`, and why."""
+    """Groups that cannot be checksummed, which are in neither, and why."""
+    state_groups: Mapping[int, StateGroup] = field(default_factory=dict)
+    """Groups of Mamba states, whose numbers are not those of `groups`."""
+    states: Mapping[str, Sequence[StateTensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_tensors(
@@ -54,11 +61,15 @@ class PagedKVCache:
         replicas: Mapping[str, tuple[int, int]] | None = None,
         windows: Mapping[int, int] | None = None,
         unsupported: str = "raise",
+        states: Mapping[str, Sequence[StateTensor]] | None = None,
+        state_block_size: Mapping[int, int] | None = None,
+        tp_rank: int = 0,
     ) -> PagedKVCache:
         """Describe the tensors of a paged cache, one entry a layer.
 
         tensors: layer name -> tensor, or (K, V) pair of tensors where the layout has neither C nor 2. bf16, fp16,
-        fp32, fp8, int8 or uint8, with any strides. layout: the order of the axes (docs of kvstore.layout).
+        fp32, fp8, int8 or uint8, with any strides. layout: the order of the axes (docs of kvstore.layout); of states alone
+        any will do.
         groups: {group number: layer names}, by default all layers in group 0. first_head: {name: global number
         of its first head} of a tensor-parallel rank, by default 0. value_channels: with C, how many of the last
         channels are V; by default half of them, none without an H axis (MLA keeps K alone). layer_types:
@@ -67,20 +78,25 @@ class PagedKVCache:
         default what the tensor has. replicas: {name: (copies, which of them)} of heads that several ranks hold, where these
         are not the ranks that `kvstore.replicas` takes them for. windows: {group: tokens} that a sliding window looks
         back. unsupported: "skip" leaves out groups that cannot be checksummed, and `skipped` says why.
+        states: {layer name: its Mamba states in order, conv, then recurrent}; such layers are in groups of their own, and
+        tensors may be empty then. state_block_size: {group of states: tokens that a block stands for}. tp_rank: this rank's
+        number, for states whose split is not known.
 
         Layers of a group that share one cache count once, as the layer of the lowest number; the others are its `aliases`.
 
         Raises UnknownLayout, and InvalidCache or one of its kinds for what cannot be stored or checksummed.
         """
         check_layout(layout)
-        if not isinstance(tensors, Mapping) or not tensors:
+        if not isinstance(tensors, Mapping) or not (tensors or states):
             raise InvalidCache(f"tensors is {type(tensors).__name__}, or empty: expected {{layer name: tensor}}")
-        if wrong := unnamed(tensors):
+        every = {**tensors, **_checked_states(states, tensors, tp_rank)}
+        if wrong := unnamed(every):
             raise InvalidCache(f"tensors has the key {wrong[0]!r}: expected the model's layer names")
         if unsupported not in UNSUPPORTED:
             raise InvalidCache(f"unsupported is {unsupported!r}: expected one of {UNSUPPORTED}")
         values = value_channels if isinstance(value_channels, Mapping) else dict.fromkeys(tensors, value_channels)
-        names = _group_names(tensors, groups)
+        names = _group_names(every, groups)
+        sizes = _block_sizes(state_block_size or {}, names, states or {})
         options = _Options(
             layout,
             _per_layer("value_channels", values, tensors),
@@ -88,11 +104,17 @@ class PagedKVCache:
             _per_layer("layer_types", layer_types or {}, tensors),
             _per_layer("kv_heads", kv_heads or {}, tensors),
             _per_layer("replicas", replicas or {}, tensors),
-            _windows(windows or {}, names),
+            _windows(windows or {}, {n: members for n, members in names.items() if n not in sizes}),
+            sizes,
+            frozenset(states or {}),
+            tp_rank,
         )
-        made, skipped = _make_groups(tensors, names, options, skip=unsupported == "skip")
+        made, skipped = _make_groups(every, names, options, skip=unsupported == "skip")
         kept = {n: t if isinstance(t, torch.Tensor) else (t[0], t[1]) for n, t in tensors.items()}
-        return cls(made, kept, layout, skipped)
+        own_states = {name: tuple(given) for name, given in (states or {}).items()}
+        of_states = {n: g for n, g in made.items() if isinstance(g, StateGroup)}
+        of_tokens = {n: g for n, g in made.items() if isinstance(g, CacheGroup)}
+        return cls(of_tokens, kept, layout, skipped, of_states, own_states)
 
     def group(self, number: int) -> CacheGroup:
         """The group of that number; raises UnknownGroup, and UnsupportedCache for one that was skipped."""
@@ -104,10 +126,21 @@ class PagedKVCache:
             raise UnknownGroup(f"group {number!r}: this cache has the groups {sorted(self.groups)}")
         return found
 
+    def any_group(self, number: int) -> AnyGroup:
+        """The group of that number, of tokens or of states; raises as `group`."""
+        if isinstance(number, int) and not isinstance(number, bool) and number in self.state_groups:
+            return self.state_groups[number]
+        return self.group(number)
+
+    @property
+    def all_groups(self) -> dict[int, AnyGroup]:
+        """The groups of tokens and of states."""
+        return {**self.groups, **self.state_groups}
+
 
 @dataclass(frozen=True)
 class _Options:
-    """What from_tensors was told, by layer name; windows: by group."""
+    """What from_tensors was told, by layer name; windows, block_sizes (of states): by group."""
 
     layout: str
     value_channels: dict[str, Any]
@@ -116,6 +149,9 @@ class _Options:
     kv_heads: dict[str, Any]
     replicas: dict[str, Any]
     windows: dict[int, int]
+    block_sizes: dict[int, Any]
+    state_layers: frozenset[str]
+    tp_rank: int
 
 
 def unnamed(names: Iterable[object]) -> list[object]:
@@ -131,8 +167,29 @@ def _per_layer(option: str, given: object, tensors: Mapping[str, LayerTensors]) 
     return dict(given)
 
 
+def _checked_states(states: object, tensors: Mapping[str, LayerTensors], tp_rank: object) -> dict[str, Any]:
+    """The layers of states by name; raises InvalidCache where they are none, or layers of tokens as well."""
+    if states is not None and not isinstance(states, Mapping):
+        raise InvalidCache(f"states is {states!r}: expected {{layer name: list of StateTensor}}")
+    if not _whole(tp_rank) or not 0 <= tp_rank < MAX_KV_HEADS_PER_LAYER:  # type: ignore[operator]
+        raise InvalidCache(f"tp_rank is {tp_rank!r}: expected this rank's number, 0 to {MAX_KV_HEADS_PER_LAYER - 1}")
+    found = dict(states or {})
+    if twice := sorted(str(name) for name in found if name in tensors):
+        raise InvalidCache(f"states and tensors both have {', '.join(twice)}: a layer has one or the other")
+    return found
+
+
+def _block_sizes(given: object, names: Mapping[int, Sequence[str]], states: Mapping[str, object]) -> dict[int, Any]:
+    of_states = sorted(number for number, members in names.items() if any(name in states for name in members))
+    if not isinstance(given, Mapping) or set(given) != set(of_states):
+        raise InvalidCache(
+            f"state_block_size is {given!r}: expected {{group: tokens a block}} for the groups of states, {of_states}"
+        )
+    return dict(given)
+
+
 def _group_names(
-    tensors: Mapping[str, LayerTensors], groups: Mapping[int, Sequence[str]] | None
+    tensors: Mapping[str, object], groups: Mapping[int, Sequence[str]] | None
 ) -> dict[int, tuple[str, ...]]:
     if groups is None:
         return {0: tuple(tensors)}
@@ -159,7 +216,7 @@ def _windows(given: object, names: Mapping[int, Sequence[str]]) -> dict[int, int
     for number, tokens in given.items():
         if number not in names or not _whole(tokens) or tokens < 1:
             raise InvalidCache(
-                f"windows[{number!r}] is {tokens!r}: expected a group of this cache, and 1 token or more"
+                f"windows[{number!r}] is {tokens!r}: expected a group of tokens of this cache, and 1 token or more"
             )
     return dict(given)
 
@@ -169,19 +226,30 @@ def _whole(value: object) -> bool:
 
 
 def _make_groups(
-    tensors: Mapping[str, LayerTensors], names: Mapping[int, Sequence[str]], options: _Options, skip: bool
-) -> tuple[dict[int, CacheGroup], dict[int, str]]:
+    layers: Mapping[str, Any], names: Mapping[int, Sequence[str]], options: _Options, skip: bool
+) -> tuple[dict[int, AnyGroup], dict[int, str]]:
     """The groups, and those that were skipped with the reason."""
-    made, skipped = dict[int, CacheGroup](), dict[int, str]()
+    made, skipped = dict[int, AnyGroup](), dict[int, str]()
     for number, members in names.items():
         try:
-            made[number] = _make_group(number, {name: tensors[name] for name in members}, options)
+            made[number] = _make_any_group(number, {name: layers[name] for name in members}, options)
         except UnsupportedCache as error:
             if not skip:
                 raise
             skipped[number] = str(error)
             log.warning("group %d cannot be checksummed, so that it is neither stored nor loaded: %s", number, error)
     return made, skipped
+
+
+def _make_any_group(number: int, layers: Mapping[str, Any], options: _Options) -> AnyGroup:
+    if number not in options.block_sizes:
+        return _make_group(number, layers, options)
+    if others := sorted(set(layers) - options.state_layers):
+        raise UnsupportedCache(
+            f"group {number} has layers with states and layers of tokens, {others[0]} among them: a group has one kind; put "
+            "them into groups of their own"
+        )
+    return make_state_group(number, layers, options.block_sizes[number], options.tp_rank)
 
 
 def _make_group(number: int, tensors: Mapping[str, LayerTensors], options: _Options) -> CacheGroup:
@@ -211,7 +279,10 @@ def _layer(name: str, planes: LayerPlanes, options: _Options) -> LayerCache:
         )
     if kind not in LAYER_TYPES or kind == "mamba":
         types = ", ".join(t for t in LAYER_TYPES if t != "mamba")
-        raise UnsupportedCache(f"layer {name}: type {kind!r}: a paged cache of tokens has one of {types}")
+        raise UnsupportedCache(
+            f"layer {name}: type {kind!r}: a paged cache of tokens has one of {types}; Mamba layers "
+            "go into states={name: ...}"
+        )
     key = None if replica is None else _replica(name, replica)
     return LayerCache(
         *(name, layer_number(name), kind, planes.dtype, first_head, planes.heads, planes.k, planes.v),

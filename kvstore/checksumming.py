@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -31,6 +32,7 @@ from kvstore.span import Span, check_hashes, check_span
 from kvstore.transfer import route_of
 
 log = logging.getLogger(__name__)
+STATES_SKIPPED: Final = "its layers keep Mamba states, which a store verifies and this worker does not sum"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class KVChecksumWorker:
         fingerprints: Mapping[int, int] | None = None,
     ) -> None:
         self._cache, self._rank, self._tags = cache, rank, dict(fingerprints or {})
-        self._skipped = dict(cache.skipped)
+        self._skipped = dict(cache.skipped) | dict.fromkeys(cache.state_groups, STATES_SKIPPED)
         self._groups: dict[int, _Group] = {}
         for number, group in sorted(cache.groups.items()):
             try:

@@ -8,7 +8,7 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from kvstore.audit import MAX_RAW_BYTES, MAX_SLICES
+from kvstore.audit import MAX_RAW_BYTES, MAX_SLICES, extent, sound_runs
 from kvstore.blockdb import BlockDB
 from kvstore.codec import CODECS
 from kvstore.errors import UnsupportedCache
@@ -25,6 +25,7 @@ from kvstore.record import (
 )
 from kvstore.shape import GroupShape
 from kvstore.snapshot import ReadView
+from kvstore.stategeometry import STATES, UNSPLIT, state_runs
 from kvstore.verify import Checked, Checker
 
 FIELDS: Final = (
@@ -34,7 +35,7 @@ FIELDS: Final = (
     ("header_hash", "hash", "XXH3-64 of the header without these 8 bytes"),
     ("codec", "codec", "how chunks are stored"),
     ("algorithm", "", f"of the content checksum; this kvstore knows {CHECKSUM_ALGORITHM}"),
-    ("flags", "", "none are defined: 0"),
+    ("flags", "", "what the geometry is of: 0 heads of tokens, 1 rows of Mamba states"),
     ("block_size", "tokens", "tokens that a block has room for"),
     ("raw_length", "length", "the block in the engine: the sum of its slices"),
     ("stored_length", "length", "in the store: the directory and all chunks"),
@@ -81,6 +82,26 @@ class Run:
 
 
 @dataclass(frozen=True)
+class StateRun:
+    """Layers whose states have the same rows: the layers' numbers, the first and the last row, elements of a row, bytes of
+    each; origin: the state's row 0; range_rows: rows of a range that the slice table sums. Where the split is not known,
+    range_rows is 0, origin the state's index and the row the rank."""
+
+    first_layer: int
+    count: int
+    step: int
+    first_row: int
+    last_row: int
+    elements: int
+    itemsize: int
+    origin: int
+    range_rows: int
+
+
+AnyRun = Run | StateRun
+
+
+@dataclass(frozen=True)
 class ChunkState:
     """A chunk as it lies: raw and stored bytes as they should be; present: bytes that are there, None where it is missing;
     right: whether its length and hash are those of the directory, or for the directory of the header."""
@@ -100,7 +121,7 @@ class Explained:
     item: Item
     fields: list[Field]
     hash_right: bool
-    runs: list[Run]
+    runs: Sequence[AnyRun]
     slices: int | None
     directory: ChunkState | None
     chunks: list[ChunkState]
@@ -124,10 +145,12 @@ def _taken_apart(db: BlockDB, checked: Checked) -> Explained:
     item = checked.item
     header, value = item.header, item.value
     right = len(value) >= FIXED.size and header_hash(value) == int.from_bytes(value[8:16], "little")
-    runs, slices, directory, chunks = list[Run](), None, None, list[ChunkState]()
+    runs: Sequence[AnyRun] = []
+    slices, directory, chunks = None, None, list[ChunkState]()
     if isinstance(header, Header):
-        runs = geometry_runs(header.geometry)
-        slices = sum(run.count * (run.last_head - run.first_head + 1) for run in runs)
+        states = bool(header.flags & STATES)
+        runs = geometry_states(header.geometry) if states else geometry_runs(header.geometry)
+        slices = extent(header.block_size, header.geometry, header.flags)[0]
         with reading(db) as snapshot:
             directory, chunks = _chunks(snapshot, header, slices)
     return Explained(item, header_fields(value), right, runs, slices, directory, chunks, checked)
@@ -146,6 +169,17 @@ def geometry_runs(geometry: bytes) -> list[Run]:
     return [
         Run(first, count, step, head, head + more, k, v)
         for first, count, step, head, more, k, v in RUN.iter_unpack(geometry)
+    ]
+
+
+def geometry_states(geometry: bytes) -> list[StateRun]:
+    """The runs of a geometry of states."""
+    return [
+        StateRun(
+            *(rows.layer, count, step, rows.first_row, rows.first_row + rows.rows - 1, rows.elements, rows.itemsize),
+            *(rows.origin, 0 if rows.grid == UNSPLIT else 1 << rows.grid),
+        )
+        for count, step, rows in state_runs(geometry)
     ]
 
 
@@ -175,14 +209,14 @@ def _state(number: int, raw: int, stored: int, found: memoryview | None, hashed:
 
 def _plan(header: Header, slices: int) -> ChunkPlan | None:
     """The chunks that a geometry implies, None where it is none of a block's: before anything is made of its numbers."""
-    raw = header.block_size * sum(
-        run.count * (run.last_head - run.first_head + 1) * (run.k_bytes + run.v_bytes)
-        for run in geometry_runs(header.geometry)
-    )
+    raw = extent(header.block_size, header.geometry, header.flags)[1]
     if not 0 < slices <= MAX_SLICES or not raw == header.raw_length <= MAX_RAW_BYTES:
         return None
+    if header.flags & STATES and not sound_runs(header.geometry, header.flags):
+        return None
+    own = header.fingerprint, header.key[:PREFIX_BYTES], header.flags
     try:
-        return GroupShape(header.block_size, header.geometry, header.fingerprint, header.key[:PREFIX_BYTES]).plan
+        return GroupShape(header.block_size, header.geometry, *own).plan
     except UnsupportedCache:
         return None
 
@@ -206,11 +240,23 @@ def numbers_in_words(first: int, count: int, step: int) -> str:
     )
 
 
-def runs_in_words(runs: Sequence[Run]) -> list[str]:
+def runs_in_words(runs: Sequence[AnyRun]) -> list[str]:
     """A geometry in words, a line a run."""
     return [
         f"layers {numbers_in_words(run.first_layer, run.count, run.step)} ({run.count:,}), "
-        f"heads {numbers_in_words(run.first_head, run.last_head - run.first_head + 1, 1)}: "
-        f"K of {run.k_bytes:,} and V of {run.v_bytes:,} bytes a token and head"
+        + (_heads_in_words(run) if isinstance(run, Run) else _rows_in_words(run))
         for run in runs
     ]
+
+
+def _heads_in_words(run: Run) -> str:
+    heads = numbers_in_words(run.first_head, run.last_head - run.first_head + 1, 1)
+    return f"heads {heads}: K of {run.k_bytes:,} and V of {run.v_bytes:,} bytes a token and head"
+
+
+def _rows_in_words(run: StateRun) -> str:
+    sizes = f"{run.elements:,} elements of {run.itemsize} bytes"
+    if not run.range_rows:
+        return f"state {run.origin} of rank {run.first_row}: {sizes}"
+    rows = numbers_in_words(run.first_row, run.last_row - run.first_row + 1, 1)
+    return f"rows {rows} of a state that begins at {run.origin}: {sizes} a row, {run.range_rows:,} rows a slice"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import UnsupportedCache
+from kvstore.runs import MAX_RUNS as MAX_RUNS
+from kvstore.runs import stepped_runs
 
 if TYPE_CHECKING:
     from kvstore.cache import CacheGroup
@@ -21,8 +23,6 @@ CHUNK_BYTES = 262_144
 MAX_CHUNKS = 2**16 - 1
 RUN = struct.Struct("<IHHHHII")
 """First layer, count, step, first head, heads - 1, K bytes, V bytes."""
-MAX_RUNS = 81
-"""As many as keep a header in a leaf page."""
 
 
 class LayerShape(NamedTuple):
@@ -43,26 +43,16 @@ def encode_geometry(group: CacheGroup) -> bytes:
     shapes = sorted(
         (layer.first_head, layer.heads, layer.k.nbytes, layer.v.nbytes, layer.number) for layer in group.layers
     )
-    runs: list[list[int]] = []
-    for first_head, heads, k_bytes, v_bytes, number in shapes:
-        tail = [first_head, heads - 1, k_bytes, v_bytes]
-        if runs and runs[-1][3:] == tail and _extends(runs[-1], number):
-            runs[-1][2] = (number - runs[-1][0]) // runs[-1][1]
-            runs[-1][1] += 1
-        else:
-            runs.append([number, 1, 0, *tail])
+    runs = [
+        (number, count, step, first_head, heads - 1, k_bytes, v_bytes)
+        for number, count, step, first_head, heads, k_bytes, v_bytes in stepped_runs(shapes)
+    ]
     if len(runs) > MAX_RUNS:
         raise UnsupportedCache(
             f"group {group.number}: its layers form {len(runs)} runs of equal shape, a record's header has room for "
             f"{MAX_RUNS}: split the group"
         )
     return b"".join(RUN.pack(*run) for run in runs)
-
-
-def _extends(run: Sequence[int], number: int) -> bool:
-    first, count, step = run[:3]
-    gap = number - first
-    return count < 2**16 - 1 and (gap < 2**16 if count == 1 else gap == step * count)
 
 
 def decode_geometry(data: bytes) -> list[LayerShape]:

@@ -6,9 +6,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from kvstore.checksum import MASK64, MAX_KV_HEADS_PER_LAYER, PIECE_BYTES
 from kvstore.errors import ConfigError, IdentityError, UnsupportedCache
@@ -18,10 +19,23 @@ LAYER_TYPES = ("full", "sliding", "chunked", "cross", "mla", "mamba")
 Scalar = str | int | float | bool | None
 
 
+class StateSpec(NamedTuple):
+    """One Mamba state of a layer in the unsharded model: its rows, the elements of a row, the bytes of each (2 or 4). Where
+    the split is not known: no rows, and the elements that one rank has."""
+
+    rows: int
+    elements: int
+    itemsize: int
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One layer of the unsharded model. kv_heads counts all ranks' heads; k_bytes and v_bytes are one head's
-    bytes of one token; group is the KV cache group that the layer belongs to."""
+    bytes of one token; group is the KV cache group that the layer belongs to.
+
+    states: of a layer of type mamba, in order. Its kv_heads are then the rows of all states, or the number of ranks
+    where the split is not known, and its k_bytes and v_bytes are 0.
+    """
 
     name: str
     type: str
@@ -30,6 +44,7 @@ class LayerSpec:
     k_bytes: int
     v_bytes: int
     group: int = 0
+    states: tuple[StateSpec, ...] = ()
 
     def __post_init__(self) -> None:
         if not all(isinstance(text, str) and text for text in (self.name, self.type, self.dtype)):
@@ -45,6 +60,34 @@ class LayerSpec:
             raise IdentityError(
                 f"layer {self.name}: K of {self.k_bytes} and V of {self.v_bytes} bytes: expected multiples of 8"
             )
+        object.__setattr__(self, "states", _state_specs(self) if self.states else ())
+
+    @property
+    def described(self) -> list[object]:
+        """The layer's array in an identity's JSON."""
+        states = [[list(state) for state in self.states]] if self.states else []
+        return [self.name, self.type, self.dtype, self.kv_heads, self.k_bytes, self.v_bytes, self.group, *states]
+
+
+def _state_specs(layer: LayerSpec) -> tuple[StateSpec, ...]:
+    """The layer's states, checked: they may come from JSON."""
+    given = layer.states if isinstance(layer.states, Sequence) and not isinstance(layer.states, str) else ()
+    states = [state for state in given if isinstance(state, Sequence) and len(state) == 3]
+    plain = all(isinstance(n, int) and not isinstance(n, bool) for state in states for n in state)
+    if not states or len(states) != len(given) or not plain:
+        raise IdentityError(
+            f"layer {layer.name}: states is {layer.states!r}: expected StateSpec(rows, elements, itemsize)"
+        )
+    made = tuple(StateSpec(*state) for state in states)
+    rows = [state.rows for state in made]
+    numbered = sum(rows) == layer.kv_heads if min(rows) > 0 else not any(rows)
+    sized = all(0 < state.elements < 2**32 and state.itemsize in (2, 4) for state in made)
+    if layer.type != "mamba" or layer.k_bytes or layer.v_bytes or not numbered or not sized:
+        raise IdentityError(
+            f"{layer}: expected type mamba, no K and V, elements of 2 or 4 bytes, and kv_heads that are the rows of all "
+            "states (or states without rows, where the split is not known)"
+        )
+    return made
 
 
 @dataclass(frozen=True)
@@ -107,10 +150,7 @@ class CacheIdentity:
 
     @cached_property
     def _json(self) -> str:
-        layers = [
-            [layer.name, layer.type, layer.dtype, layer.kv_heads, layer.k_bytes, layer.v_bytes, layer.group]
-            for layer in self.layers or ()
-        ]
+        layers = [layer.described for layer in self.layers or ()]
         text = {
             "model": self.model,
             "revision": self.revision,

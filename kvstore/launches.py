@@ -6,15 +6,20 @@ nor allocates. Rows are int64 (rows, 5) on the device, as `write_rows` makes the
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvstore.cache import CacheGroup, LayerCache
+from kvstore.checksum import slice_factor
 from kvstore.kernels.checksum import checksum_blocks, checksum_slices
 from kvstore.kernels.copy import gather, scatter
-from kvstore.kernels.tables import ROW_COLUMNS, SliceEntry, slice_tables
+from kvstore.kernels.state import STATE_AXES, StateAxis, StateEntry, checksum_states, merge_axes, state_table
+from kvstore.kernels.tables import MAX_INDEX, ROW_COLUMNS, SliceEntry, slice_tables
 from kvstore.span import Span
+from kvstore.states import State, StateGroup
 
 Ints = npt.NDArray[np.int64]
 
@@ -97,4 +102,70 @@ def staging_entries(group: CacheGroup) -> list[SliceEntry]:
     ]
 
 
-__all__ = ["ROW_COLUMNS", "Launches", "engine_entries", "staging_entries", "write_rows"]
+class StateLaunches:
+    """The launches of one group of states: one for each form of them. Holds addresses, as Launches. Rows are int64 (rows, 2)
+    on the device: slot, index of the output."""
+
+    def __init__(self, group: StateGroup, device: torch.device) -> None:
+        self._tables = [
+            state_table(entries, axes, itemsize, device) for (axes, itemsize), entries in state_forms(group).items()
+        ]
+
+    def checksum_blocks(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Add c of each row's slot to out, (blocks,) int64."""
+        for table in self._tables:
+            checksum_states(table, rows, out)
+
+
+StateForm = tuple[tuple[StateAxis, ...], int]
+"""The axes of rows that lie alike, without the slots', and bytes of an element."""
+
+
+def state_forms(group: StateGroup) -> dict[StateForm, list[StateEntry]]:
+    """The rows of a group's states as they follow each other in memory, by form."""
+    forms: dict[StateForm, list[StateEntry]] = {}
+    for layer in group.layers:
+        first_index = 0
+        for origin, state in zip(layer.origins, layer.states, strict=True):
+            split = layer.rank is None
+            for first, count, local in state.pieces:
+                row = origin + first if split else layer.rank or 0
+                entry = StateEntry(
+                    *(state.address + local * state.row_stride, state.slot_stride, slice_factor(layer.number, row)),
+                    first_index,
+                )
+                forms.setdefault((_state_axes(state, count), state.itemsize), []).append(entry)
+            first_index += 0 if split else state.elements
+    return forms
+
+
+def _state_axes(state: State, rows: int) -> tuple[StateAxis, ...]:
+    item, index, axes = state.itemsize, 1, [StateAxis(rows, state.row_stride // state.itemsize, 1, 0)]
+    for size, stride in reversed(state.axes):
+        axes.append(StateAxis(size, stride // item, 0, index))
+        index *= size
+    return merge_axes(axes)
+
+
+def states_unserved(group: StateGroup) -> str | None:
+    """Why the kernel cannot sum a group's states, None where it can."""
+    for (axes, itemsize), entries in state_forms(group).items():
+        if len(axes) > STATE_AXES:
+            return f"a state has {len(axes)} axes that do not merge: at most {STATE_AXES}"
+        if prod(axis.size for axis in axes) >= MAX_INDEX:
+            return f"a state has {MAX_INDEX} elements a slot or more"
+        if any((entry.address | entry.slot_stride) % itemsize for entry in entries):
+            return f"a state of {itemsize}-byte elements is not aligned to them"
+    return None
+
+
+__all__ = [
+    "ROW_COLUMNS",
+    "Launches",
+    "StateLaunches",
+    "engine_entries",
+    "staging_entries",
+    "state_forms",
+    "states_unserved",
+    "write_rows",
+]

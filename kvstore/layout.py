@@ -181,14 +181,15 @@ def check_tensor(name: str, tensor: torch.Tensor, layout: str) -> None:
             f"layer {name}: shape {tuple(tensor.shape)} has {tensor.dim()} axes: expected {len(layout)} "
             f"non-empty ones, as layout {layout!r} names them"
         )
-    if _overlaps(tensor):
+    if overlaps(tensor):
         raise InvalidShape(
             f"layer {name}: shape {tuple(tensor.shape)} with strides {tensor.stride()} maps several elements to one place; "
             "expected a cache whose blocks have memory of their own (no expand, no as_strided overlap)"
         )
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several elements lie in one place."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < extent:

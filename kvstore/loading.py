@@ -145,11 +145,10 @@ class Load:
         if not astray.size:
             detail = "the record is intact, and so are the engine's blocks by now: they changed while they were checked"
             return Rejection("content", detail)
-        first = self.view.group.slices[int(astray[0])]
         return Rejection(
             "content",
-            f"the record is intact; {astray.size} slices went astray on the way to the engine's blocks, the first layer "
-            f"{first.layer} head {first.head}",
+            f"the record is intact; {astray.size} slices went astray on the way to the engine's blocks, the first "
+            f"{self.view.shape.slices[int(astray[0])]}",
         )
 
 

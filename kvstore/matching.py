@@ -14,8 +14,8 @@ from kvstore.shard import Shard
 
 FIRST_KEYS: Final = 16
 """Keys that are looked up at first; then twice as many each time, since most requests end early or late."""
-FIT: Final = struct.Struct("<4xH14xIQ24xQ8xQ")
-"""Of a header: version, block size, raw length, position, fingerprint (kvstore.record)."""
+FIT: Final = struct.Struct("<4xH12xHIQ24xQ8xQ")
+"""Of a header: version, flags, block size, raw length, position, fingerprint (kvstore.record)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +59,13 @@ class Match:
         """How many leading keys answer, the first of which asks for a position."""
         shape, doubtful = self.shape, bool(self.shard.refused)
         block_size, raw_length, fingerprint = shape.block_size, shape.plan.raw_length, shape.fingerprint
-        geometry, unpack, least = shape.geometry, FIT.unpack_from, FIT.size + len(shape.geometry)
+        flags, geometry, unpack, least = shape.flags, shape.geometry, FIT.unpack_from, FIT.size + len(shape.geometry)
         start = -len(geometry)
         for asked, entry in enumerate(entries, position):
             if entry is None:
                 return asked - position
             # What `misfit` asks for, the header's hash and key unchecked.
-            fits = len(entry) > least and unpack(entry) == (VERSION, block_size, raw_length, asked, fingerprint)
+            fits = len(entry) > least and unpack(entry) == (VERSION, flags, block_size, raw_length, asked, fingerprint)
             if fits and not doubtful and entry[start:] == geometry:
                 continue
             if not self._answers(keys[asked - position], bytes(entry), asked):

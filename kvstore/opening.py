@@ -9,6 +9,7 @@ from kvstore.cache import LayerCache, PagedKVCache
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, IdentityError, InvalidCache, StorePathError, UnsupportedCache
 from kvstore.identity import CacheIdentity, LayerSpec, Rank, heads_before
+from kvstore.states import LayerStates
 from kvstore.storefile import path_errors
 
 
@@ -21,6 +22,18 @@ def check_types(cache: object, identity: object, config: object, rank: object) -
         raise ConfigError(
             f"config is a {type(config).__name__}, rank a {type(rank).__name__}: expected a StoreConfig and a Rank"
         )
+    _check_state_ranks(cache, rank)
+
+
+def _check_state_ranks(cache: PagedKVCache, rank: Rank) -> None:
+    """A layer whose split is not known is numbered by its rank."""
+    for group in cache.state_groups.values():
+        for layer in group.layers:
+            if layer.rank not in (None, rank.tp_rank):
+                raise ConfigError(
+                    f"layer {layer.name}: its states are those of tp_rank {layer.rank} in the cache, and the store's rank is "
+                    f"{rank}: pass tp_rank={rank.tp_rank} to PagedKVCache.from_tensors"
+                )
 
 
 def check_choices(mode: object, io: object) -> None:
@@ -52,7 +65,7 @@ def _is_utf8(name: str) -> bool:
 
 
 def _specs(cache: PagedKVCache) -> list[LayerSpec]:
-    return [layer.spec(group.number) for group in cache.groups.values() for layer in group.layers]
+    return [layer.spec(group.number) for group in cache.all_groups.values() for layer in group.layers]
 
 
 def complete_identity(identity: CacheIdentity, cache: PagedKVCache, rank: Rank) -> CacheIdentity:
@@ -60,7 +73,8 @@ def complete_identity(identity: CacheIdentity, cache: PagedKVCache, rank: Rank) 
     if identity.layers is not None:
         return identity
     shifted = [layer.name for group in cache.groups.values() for layer in group.layers if layer.own_first_head]
-    if not rank.whole or shifted:
+    parts = [layer.name for group in cache.state_groups.values() for layer in group.layers if not layer.whole]
+    if not rank.whole or shifted or parts:
         raise IdentityError(
             f"rank {rank.folder} holds a part of the model, and the identity has no layers: pass "
             "CacheIdentity(..., layers=...) with every layer of the unsharded model"
@@ -71,7 +85,7 @@ def complete_identity(identity: CacheIdentity, cache: PagedKVCache, rank: Rank) 
 def check_layers(cache: PagedKVCache, identity: CacheIdentity) -> None:
     """Raise IdentityError or UnsupportedCache where a cache is no part of the identity's model."""
     known = {layer.name: layer for layer in identity.layers or ()}
-    for group in cache.groups.values():
+    for group in cache.all_groups.values():
         for layer in group.layers:
             if layer.name not in known:
                 raise IdentityError(f"layer {layer.name} is not one of the identity's {len(known)} layers")
@@ -86,8 +100,11 @@ def check_layers(cache: PagedKVCache, identity: CacheIdentity) -> None:
                 )
 
 
-def _check_layer(layer: LayerCache, group: int, model: LayerSpec) -> None:
+def _check_layer(layer: LayerCache | LayerStates, group: int, model: LayerSpec) -> None:
     own = layer.spec(group)
+    if isinstance(layer, LayerStates):
+        _check_states(layer, own, model)
+        return
     fields = ("type", "dtype", "k_bytes", "v_bytes", "group")
     if any(getattr(own, name) != getattr(model, name) for name in fields):
         raise IdentityError(f"layer {layer.name} is {own} in the cache, {model} in the identity: they must agree")
@@ -96,4 +113,15 @@ def _check_layer(layer: LayerCache, group: int, model: LayerSpec) -> None:
         raise UnsupportedCache(
             f"layer {layer.name} has the heads {layer.own_first_head} to {end - 1} of {layer.kv_heads or 'the model'} in "
             f"the cache, the model has {model.kv_heads}: check first_head and kv_heads"
+        )
+
+
+def _check_states(layer: LayerStates, own: LayerSpec, model: LayerSpec) -> None:
+    fields = ("type", "dtype", "states", "group")
+    if any(getattr(own, name) != getattr(model, name) for name in fields):
+        raise IdentityError(f"layer {layer.name} is {own} in the cache, {model} in the identity: they must agree")
+    if layer.rank is not None and layer.rank >= model.kv_heads:
+        raise UnsupportedCache(
+            f"layer {layer.name} is rank {layer.rank}'s of a split that is not known, the identity has {model.kv_heads} "
+            "ranks of it (kv_heads): check tp_rank and kv_heads"
         )

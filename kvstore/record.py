@@ -17,11 +17,14 @@ from xxhash import xxh3_64_intdigest
 from kvstore.checksum import UInt64Array
 from kvstore.geometry import MAX_RUNS, RUN, ChunkPlan
 from kvstore.results import Rejection
+from kvstore.stategeometry import STATES
 
 MAGIC: Final = b"\x89KVB"
 VERSION: Final = 1
 CHECKSUM_ALGORITHM: Final = 1
 """The checksum of docs/checksum.md."""
+KNOWN_FLAGS: Final = (0, STATES)
+"""Of a header: which kind of geometry it has."""
 PREFIX: Final = struct.Struct("<4sHHQ")
 """Magic, version, header length, header hash: at these offsets in every version."""
 FIXED: Final = struct.Struct("<4sHHQ BBHI QQQQQII QQQ QIBBBB")
@@ -118,9 +121,10 @@ def _unpack(data: bytes) -> Header | Rejection:
     bounded = fields[21] in KEY_BYTES and fields[22] in PARENT_BYTES and 1 <= fields[23] <= MAX_RUNS
     if not bounded or parent_end + fields[23] * RUN.size != len(data):
         return Rejection("header", "its key, parent and geometry are no such, or do not fill its length")
-    if algorithm != CHECKSUM_ALGORITHM or flags:
+    if algorithm != CHECKSUM_ALGORITHM or flags not in KNOWN_FLAGS:
         return Rejection(
-            "version", f"checksum algorithm {algorithm}, flags {flags}; known are {CHECKSUM_ALGORITHM} and 0"
+            "version",
+            f"checksum algorithm {algorithm}, flags {flags}; known are {CHECKSUM_ALGORITHM} and {KNOWN_FLAGS}",
         )
     return Header(
         *(codec, block_size, raw, stored, position, valid, fingerprint, tagged, directory_length, directory_hash),

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cache import CacheGroup
+from kvstore.cache import AnyGroup
 from kvstore.checksum import UInt64Array, weighted_sums
 from kvstore.hostpath import CACHED_BYTES, HostPath
 from kvstore.span import Span
@@ -167,7 +167,7 @@ class HostRoute:
     buffer_key: Hashable = "host"
     get_bytes = 0
 
-    def __init__(self, path: HostPath, group: CacheGroup, ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: HostPath, group: AnyGroup, ready: Callable[[], None] = lambda: None) -> None:
         self.path = path
         self.direct = path.direct
         self.part_bytes: int | None = CACHED_BYTES if path.direct else None

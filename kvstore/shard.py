@@ -18,11 +18,12 @@ from kvstore.codec import Codec
 from kvstore.config import StoreConfig
 from kvstore.counters import Counters, Refused
 from kvstore.errors import StoreClosed
-from kvstore.hostpath import StagingSums, staging_sums
+from kvstore.hostpath import StagingSums
 from kvstore.identity import identity_digest
 from kvstore.keeper import Keeper
 from kvstore.reports import MAX_REPORTS, Reports
 from kvstore.shape import GroupShape
+from kvstore.statepath import shape_sums
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class Shard:
     def staging_sums(self, shape: GroupShape) -> StagingSums:
         """Checksums of staged blocks of a shape."""
         known = self._sums.get(shape)
-        return known if known is not None else self._sums.setdefault(shape, staging_sums(shape))
+        return known if known is not None else self._sums.setdefault(shape, shape_sums(shape))
 
     def write_meanwhile(self, call: Callable[..., T], *arguments: object) -> Future[T] | None:
         """Run a call's transaction in the one thread that is kept for that. For calls that have entered the database, and

@@ -20,7 +20,7 @@ from kvstore.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvstore.cache import CacheGroup
+    from kvstore.cache import AnyGroup
 
 Ints = npt.NDArray[np.int64]
 MAX_TOKENS = 2**62
@@ -69,7 +69,7 @@ class Span:
         return Span(self.start, self.block_ids[at], self.first_tokens[at], self.valid[at])
 
 
-def check_span(group: CacheGroup, block_ids: Sequence[int], start: int = 0, num_tokens: int | None = None) -> Span:
+def check_span(group: AnyGroup, block_ids: Sequence[int], start: int = 0, num_tokens: int | None = None) -> Span:
     """The blocks of a call as a Span.
 
     Raises InvalidBlockId, DuplicateBlockId, InvalidPosition or NoValidTokens.

@@ -83,7 +83,7 @@ class KVStore:
     def _bind(self, cache: PagedKVCache, identity: CacheIdentity) -> None:
         check_layers(cache, identity)
         self._cache = cache
-        self._views = {number: GroupView(cache, number, identity, self._rank) for number in cache.groups}
+        self._views = {number: GroupView(cache, number, identity, self._rank) for number in cache.all_groups}
 
     def attach(self, cache: PagedKVCache) -> KVStore:
         """A KVStore over the same open shard whose blocks lie in another cache of the same model.
@@ -392,4 +392,4 @@ class KVStore:
         self.close()
 
     def _view(self, group: int) -> GroupView:
-        return self._views[self._cache.group(group).number]
+        return self._views[self._cache.any_group(group).number]

@@ -183,6 +183,7 @@ class Storing:
             key=question.keys[index],
             parent=parent or b"",
             geometry=question.shape.geometry,
+            flags=question.shape.flags,
             **self._remembered(index),
         )
         return NewRecord(header, directory, chunks)

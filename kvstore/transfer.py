@@ -16,12 +16,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvstore.cache import CacheGroup, PagedKVCache
+from kvstore.cache import AnyGroup, PagedKVCache, StateGroup
 from kvstore.checksum import UInt64Array
 from kvstore.copyback import CopyBackPath
 from kvstore.hostpath import host_path
 from kvstore.route import HostRoute, Route, Transfer
 from kvstore.span import Span, check_span
+from kvstore.statecopy import StateCopyPath
+from kvstore.statepath import state_path
 from kvstore.streams import wait_for_caller
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ TRITON_DEVICES: Final = ("cuda", "xpu")
 """torch's names of the devices that Triton compiles for; ROCm calls itself cuda."""
 
 # No route refers to its group: an entry goes with its key.
-_routes: WeakKeyDictionary[CacheGroup, Route] = WeakKeyDictionary()
+_routes: WeakKeyDictionary[AnyGroup, Route] = WeakKeyDictionary()
 
 
 def kv_checksum_platform_supported(device: torch.device | str | None = None) -> bool:
@@ -64,10 +66,10 @@ def _unserved(device: torch.device) -> str | None:
 
 def route_of(cache: PagedKVCache, number: int) -> Route:
     """The way of a group of the cache, made once a group. Raises UnknownGroup, StagingMemoryError."""
-    return group_route(cache, cache.group(number))
+    return group_route(cache, cache.any_group(number))
 
 
-def group_route(cache: PagedKVCache, group: CacheGroup) -> Route:
+def group_route(cache: PagedKVCache, group: AnyGroup) -> Route:
     """The way of a group, or of some layers of one, of the cache, made once. Raises StagingMemoryError."""
     route = _routes.get(group)
     if route is None:
@@ -75,7 +77,9 @@ def group_route(cache: PagedKVCache, group: CacheGroup) -> Route:
     return route
 
 
-def _make_route(cache: PagedKVCache, group: CacheGroup) -> Route:
+def _make_route(cache: PagedKVCache, group: AnyGroup) -> Route:
+    if isinstance(group, StateGroup):
+        return _make_state_route(cache, group)
     if group.device.type == "cpu":
         return HostRoute(host_path(group), group)
     reason = _unserved(group.device)
@@ -98,10 +102,31 @@ def _make_route(cache: PagedKVCache, group: CacheGroup) -> Route:
     return HostRoute(CopyBackPath(cache, group), group, partial(wait_for_caller, group.device))
 
 
+def _make_state_route(cache: PagedKVCache, group: StateGroup) -> Route:
+    if group.device.type == "cpu":
+        return HostRoute(state_path(group), group)
+    path, ready = StateCopyPath(cache, group), partial(wait_for_caller, group.device)
+    reason = _unserved(group.device)
+    if reason is None:
+        from kvstore.stateroute import StateRoute, unfit_states
+        from kvstore.streams import device_of
+
+        device = device_of(group.device)
+        reason = unfit_states(group, device)
+        if reason is None:
+            return StateRoute(path, group, ready, device)
+    log.warning(
+        "group %d on %s: no kernel sums its states (%s): they are copied to the host to be verified, many times slower",
+        *(group.number, group.device, reason),
+    )
+    return HostRoute(path, group, ready)
+
+
 def slice_checksums(
     cache: PagedKVCache, block_ids: Sequence[int], start: int = 0, num_tokens: int | None = None, group: int = 0
 ) -> UInt64Array:
-    """s of each slice of blocks at consecutive positions: (blocks, slices) uint64, slices in canonical order.
+    """s of each slice of blocks at consecutive positions: (blocks, slices) uint64, slices in canonical order; of a group of
+    states the sum of m*s over each range of rows.
 
     start: the first block's position; num_tokens: the request's token count, by default all blocks are full. On a device
     it waits for what the current stream has been given so far.
@@ -128,7 +153,7 @@ def _summed(
     num_tokens: int | None,
     sums: Callable[[Transfer, Span], UInt64Array],
 ) -> UInt64Array:
-    span = check_span(cache.group(group), block_ids, start, num_tokens)
+    span = check_span(cache.any_group(group), block_ids, start, num_tokens)
     transfer = route_of(cache, group).begin_get()
     try:
         return sums(transfer, span)

@@ -236,7 +236,7 @@ def test_another_blocks_chunks_under_its_own_hashes_are_found(db: BlockDB) -> No
     assert (found.kind, found.condemned) == ("content", True)
 
 
-@pytest.mark.parametrize("fields", [{"codec": 200}, {"flags": 1}, {"algorithm": 2}])
+@pytest.mark.parametrize("fields", [{"codec": 200}, {"flags": 2}, {"algorithm": 2}])
 def test_what_is_newer_is_not_blamed(db: BlockDB, fields: dict[str, int]) -> None:
     put(db, record_of(SHAPE, HASHES[0]))
     rewrite(db, **fields)

@@ -81,7 +81,7 @@ def damaged(full: Path) -> Path:
         raw.put_chunk(chunk_key(header.sequence, 1), flip(raw.chunk(chunk_key(header.sequence, 1)), 7))
         header = parse_header(raw.entry(keys[2]) or b"")
         assert isinstance(header, Header)
-        raw.put_entry(keys[2], replace(header, flags=1).encode(header.sequence, header.written))
+        raw.put_entry(keys[2], replace(header, flags=2).encode(header.sequence, header.written))
     return full
 
 

@@ -19,7 +19,7 @@ MAX_LINES = 400
 
 RANKS: tuple[tuple[str, ...], ...] = (
     # words and errors
-    ("breaker", "errors", "eviction_table", "results", "loops_numba", "planes_numpy", "space"),
+    ("breaker", "errors", "eviction_table", "results", "loops_numba", "planes_numpy", "runs", "space"),
     ("protocol_wire",),
     ("protocol",),
     (
@@ -28,18 +28,20 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "eviction_order",
         "eviction_types",
         "lifetime",
+        "loops_states",
         "memory",
         "planes_numba",
         "storefile",
     ),
     ("comparing_sides", "eviction_entries", "planes"),
     ("comparing",),
-    ("codec", "eviction_leaves"),
+    ("codec", "eviction_leaves", "stategeometry"),
     ("eviction_choice",),
     ("eviction_base",),
     ("eviction",),
     ("config", "environment", "identity", "layout"),
-    ("group", "messages", "sharedmemory"),
+    ("group", "messages", "sharedmemory", "states"),
+    ("loops_states_numpy", "statetensors"),
     ("cache",),
     # one block: its bytes in the cache, its bytes on disk
     ("geometry", "prefixes", "replicas", "span"),
@@ -53,8 +55,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("following", "quarantine"),
     # the two doors: to the engine's memory, to storage
     ("blockdb", "hostpath", "launches", "staging", "streams"),
+    ("statepath",),
     ("audit", "copyback", "route", "storage"),
-    ("checksumming_plan",),
+    ("checksumming_plan", "statecopy"),
     # files checked and repaired without an engine
     ("fsck", "fsck.alone", "fsck.findings", "fsck.pages", "fsck.restoring", "fsck.shards"),
     ("fsck.chunks", "fsck.mark", "fsck.options"),
@@ -66,7 +69,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("survey", "verify"),
     ("explain", "transport"),
     ("devicepath",),
-    ("checksumming_device", "fitness"),
+    ("checksumming_device", "fitness", "stateroute"),
     ("transfer",),
     ("checksumming",),
     # files checked by processes of their own
@@ -128,8 +131,8 @@ OUTER = ("kvstore.tools", "kvstore.engines")
 KERNELS = "kvstore.kernels"
 KERNEL_CALLERS = {"kvstore.launches"}
 ONLY_IN = {
-    "numba": ("kvstore.loops_numba",),
-    "llvmlite": ("kvstore.loops_numba",),
+    "numba": ("kvstore.loops_numba", "kvstore.loops_states"),
+    "llvmlite": ("kvstore.loops_numba", "kvstore.loops_states"),
     "triton": (KERNELS,),
     "transformers": OUTER,
     "typer": ("kvstore.tools",),

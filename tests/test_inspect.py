@@ -243,7 +243,7 @@ def test_entries_of_a_newer_version_are_counted_apart_from_damage(db: BlockDB) -
     put(db, *(record_of(shape_of(), h) for h in HASHES))
     header = parse_header(next(items(db)).value)
     assert isinstance(header, Header)
-    newer = replace(header, flags=1).encode(header.sequence, header.written)
+    newer = replace(header, flags=2).encode(header.sequence, header.written)
     change(db, "_index", header.key, lambda value: newer)
     change(db, "_index", PREFIX + HASHES[1], lambda value: value[:-1])
     total = survey(db).total

@@ -13,8 +13,10 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def test_the_examples_run(tmp_path: Path) -> None:
-    first, ranks, _ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    code = f"{first}\n{ranks}\nassert store.put_blocks(hashes, [1, 2, 3]).stored.all()\nstore.close()"
+    first, ranks, states, _ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    code = f"{first}\n{ranks}\nassert store.put_blocks(hashes, [1, 2, 3]).stored.all()\nstore.close()\n"
+    code += f"{states}\nwith KVStore('states', cache, CacheIdentity(model='hybrid')) as store:\n"
+    code += "    assert store.put_blocks(hashes, [1, 2, 3], group=1).stored.all()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["[ True  True  True]", "[ True  True  True] [False False False] {}", "3"]
     assert (tmp_path / "kv-store" / "tp0of1-pp0of1" / "STORE").exists()

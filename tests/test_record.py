@@ -437,7 +437,7 @@ def test_of_two_faults_the_one_of_the_earlier_step_is_told(shared: KVStore, firs
 
 
 @pytest.mark.both
-@pytest.mark.parametrize("flags", [1, 0x8000, 0xFFFF])
+@pytest.mark.parametrize("flags", [2, 3, 0x8000, 0xFFFF])
 def test_a_flag_that_is_not_known_must_be_understood(store: KVStore, flags: int) -> None:
     record, raw, key = craft(store)
     record.change(flags=flags)

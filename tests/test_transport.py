@@ -218,7 +218,7 @@ def test_damaged_records_are_left_out_and_told(tmp_path: Path) -> None:
             change(db, "_payload", chunk_key(item.header.sequence, chunk), lambda value: flip(value, 9))
         header = found[3].header
         assert isinstance(header, Header)
-        newer = replace(header, flags=1).encode(header.sequence, header.written)
+        newer = replace(header, flags=2).encode(header.sequence, header.written)
         change(db, "_index", found[3].key, lambda value: newer)
     data, report = exported(tmp_path / "a")
     assert (report.records, report.damaged, dict(report.left)) == (

@@ -238,7 +238,8 @@ def show_lines(one: Explained, names: Names) -> Iterator[str]:
     if isinstance(header, Header):
         yield f"  parent {header.parent.hex() or '-'}"
         yield ""
-        yield f"geometry: {count(one.slices or 0, 'slice')} of a layer and a head, {count(header.block_size, 'token')} each"
+        of, each = ("a range of state rows", "that a block stands for") if header.flags else ("a head", "each")
+        yield f"geometry: {count(one.slices or 0, 'slice')} of a layer and {of}, {count(header.block_size, 'token')} {each}"
         yield from (f"  {line}" for line in runs_in_words(one.runs))
         yield ""
         yield from _chunk_lines(one)

@@ -22,6 +22,7 @@ from kvstore.geometry import RUN
 from kvstore.identity import identity_digest
 from kvstore.record import MAGIC, MAX_HEADER_BYTES, PREFIX, Header, header_hash, parse_header
 from kvstore.results import Rejection
+from kvstore.stategeometry import STATES, state_extent
 from kvstore.usage import MAX_SEQUENCE
 
 Rows = npt.NDArray[Any]
@@ -233,6 +234,8 @@ def _row(header: Header, own_hash: int, at: int, length: int) -> tuple[int, ...]
 
 def slices_of(header: Header) -> int:
     """How many slices a record has."""
+    if header.flags & STATES:
+        return state_extent(header.geometry)[0]
     return sum(count * (more + 1) for _, count, _, _, more, _, _ in RUN.iter_unpack(header.geometry))
 
 

@@ -18,7 +18,7 @@ from kvstore.checksum import MASK64, UInt64Array
 from kvstore.codec import CODECS
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.fsck.stages import NOT_CHECKED, Problem, untagged
-from kvstore.geometry import decode_geometry, describe
+from kvstore.geometry import decode_geometry
 from kvstore.identity import (
     IDENTITY_ID_BYTES,
     LayerSpec,
@@ -28,9 +28,10 @@ from kvstore.identity import (
     layers_fingerprint,
 )
 from kvstore.record import Directory, Header
-from kvstore.shape import GroupShape
+from kvstore.shape import GroupShape, described
 from kvstore.snapshot import ReadView
 from kvstore.span import Span
+from kvstore.stategeometry import STATES, UNSPLIT, decode_states, grid_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,16 +44,16 @@ NO_IDENTITY: Final = "fingerprints of records whose identity is missing or damag
 
 
 class Heads(NamedTuple):
-    """Heads of one cache, from the first one's number to before the end, and bytes of K and V of a token and head."""
+    """Heads of one cache, or rows of one state, from the first one's number to before the end. form: bytes of K and V of a
+    token and head; of states their origin, elements of a row, bytes of each, and grid."""
 
     first: int
     end: int
-    k_bytes: int
-    v_bytes: int
+    form: tuple[int, ...]
 
     def within(self, model: Heads) -> bool:
         """Whether these are some of the model's."""
-        return model.first <= self.first and self.end <= model.end and self[2:] == model[2:]
+        return model.first <= self.first and self.end <= model.end and self.form == model.form
 
 
 class Members(NamedTuple):
@@ -94,8 +95,8 @@ class Content:
         if known is None or known.fingerprint != header.fingerprint:
             of = "no such group" if known is None else f"{known.fingerprint:016x}"
             yield Problem("GEOMETRY", f"stored for layers {header.fingerprint:016x}, its identity has {of}")
-        elif known.layers is not None and not _fits(header.geometry, known.layers):
-            words = describe(header.block_size, header.geometry)
+        elif known.layers is not None and not _fits(header.geometry, header.flags, known.layers):
+            words = described(header.block_size, header.geometry, header.flags)
             yield Problem("GEOMETRY", f"its layers are not its identity's: {words}")
 
     def _sums(self, header: Header, shape: GroupShape, directory: Directory, block: Bytes) -> Iterator[Problem]:
@@ -104,11 +105,10 @@ class Content:
         total, expected = int((sums * shape.factors).sum(dtype=np.uint64)), untagged(header)
         # A table that is not the header's is a finding of its own; bytes that agree with one of the two are no other.
         if astray.size and total != expected:
-            part = shape.slices[int(astray[0])]
             yield Problem(
                 "CONTENT",
                 f"its bytes sum to {total:016x}, the header says {expected:016x}; {astray.size} slices are not those of the "
-                f"slice table, the first layer {part.layer} head {part.head}",
+                f"slice table, the first {shape.slices[int(astray[0])]}",
             )
         elif astray.size and int((directory.slice_sums * shape.factors).sum(dtype=np.uint64)) == expected:
             yield Problem(
@@ -153,31 +153,48 @@ def _by_number(layers: list[LayerSpec]) -> dict[int, list[Heads]] | None:
         return None
     found: dict[int, list[Heads]] = {}
     for layer in layers:
-        first = before[layer.name]
-        found.setdefault(numbers[layer.name], []).append(
-            Heads(first, first + layer.kv_heads, layer.k_bytes, layer.v_bytes)
-        )
+        found.setdefault(numbers[layer.name], []).extend(_heads(layer, before[layer.name]))
     return found if len(before) == len(layers) else None
 
 
+def _heads(layer: LayerSpec, first: int) -> Iterator[Heads]:
+    """The heads of a layer in the model, or the rows of each of its states, numbered from `first` on."""
+    if not layer.states:
+        yield Heads(first, first + layer.kv_heads, (layer.k_bytes, layer.v_bytes))
+    for index, state in enumerate(layer.states):
+        if not state.rows:
+            yield Heads(0, layer.kv_heads, (index, state.elements, state.itemsize, UNSPLIT))
+            continue
+        form = first, state.elements, state.itemsize, grid_of(state.rows, len(layer.states))
+        yield Heads(first, first + state.rows, form)
+        first += state.rows
+
+
 @lru_cache(maxsize=64)
-def _geometry_layers(geometry: bytes) -> tuple[tuple[int, Heads], ...]:
+def _geometry_layers(geometry: bytes, flags: int) -> tuple[tuple[int, Heads], ...]:
+    if flags & STATES:
+        return tuple(
+            (r.layer, Heads(r.first_row, r.first_row + r.rows, (r.origin, r.elements, r.itemsize, r.grid)))
+            for r in decode_states(geometry)
+        )
     return tuple(
-        (s.layer, Heads(s.first_head, s.first_head + s.heads, s.k_bytes, s.v_bytes)) for s in decode_geometry(geometry)
+        (s.layer, Heads(s.first_head, s.first_head + s.heads, (s.k_bytes, s.v_bytes)))
+        for s in decode_geometry(geometry)
     )
 
 
-def _fits(geometry: bytes, known: dict[int, list[Heads]]) -> bool:
+def _fits(geometry: bytes, flags: int, known: dict[int, list[Heads]]) -> bool:
     """Whether a record's layers are of an identity's group. A rank's record has some of them, and some of their heads."""
-    return all(any(map(stored.within, known.get(layer, ()))) for layer, stored in _geometry_layers(geometry))
+    layers = _geometry_layers(geometry, flags)
+    return all(any(map(stored.within, known.get(layer, ()))) for layer, stored in layers)
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
 
 
 def slice_sums(device: str, header: Header, shape: GroupShape, block: Bytes) -> UInt64Array:
-    """s of each slice of a block's raw bytes, (slices,) uint64, taken on a device."""
-    if device == "cpu":
+    """s of each slice of a block's raw bytes, (slices,) uint64, taken on a device; of states on the host."""
+    if device == "cpu" or shape.of_states:
         first = np.array([header.position * shape.block_size], np.int64)
         span = Span(header.position, np.zeros(1, np.int64), first, np.array([header.valid_tokens], np.int64))
         return np.asarray(sums_of(shape)(span, block[None])[0], np.uint64)

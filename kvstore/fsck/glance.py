@@ -18,6 +18,7 @@ from kvstore.record import (
     CHECKSUM_ALGORITHM,
     FIXED,
     KEY_BYTES,
+    KNOWN_FLAGS,
     MAGIC,
     MAX_HEADER_BYTES,
     PARENT_BYTES,
@@ -60,16 +61,16 @@ def form_of(alike: bytes, geometry: bytes) -> Form | None:
         or version != VERSION
         or codec not in CODECS
         or algorithm != CHECKSUM_ALGORITHM
-        or flags
+        or flags not in KNOWN_FLAGS
         or key_length not in KEY_BYTES
         or parent_length not in PARENT_BYTES
         or not 1 <= runs <= MAX_RUNS
         or len(geometry) != runs * RUN.size
         or length != FIXED.size + key_length + parent_length + len(geometry)
-        or impossible(block_size, geometry)
+        or impossible(block_size, geometry, flags)
     ):
         return None
-    shape = shape_of(block_size, geometry, 0, b"")
+    shape = shape_of(block_size, geometry, 0, b"", flags)
     plan = shape.plan
     if raw != plan.raw_length or directory != directory_bytes(plan):
         return None

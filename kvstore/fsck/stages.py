@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 from kvstore.audit import MAX_SLICES, PREFIX_BYTES, extent, shape_of, slice_twice, sound_numbers, sound_runs
 from kvstore.codec import CODECS
 from kvstore.errors import UnsupportedCache
-from kvstore.geometry import CHUNK_BYTES, MAX_CHUNKS, RUN
+from kvstore.geometry import CHUNK_BYTES, MAX_CHUNKS
 from kvstore.record import Directory, Header, directory_bytes, parse_directory, parse_header
 from kvstore.results import Rejection
 from kvstore.shape import GroupShape
@@ -60,30 +60,30 @@ def problems(view: ReadView, key: bytes, value: bytes, deep: Deep | None = None)
 
 
 @lru_cache(maxsize=FORMS)
-def impossible(block_size: int, geometry: bytes) -> Problem | None:
-    """Why no block has such a geometry, None where one may."""
-    slices, raw = extent(block_size, geometry)
-    if not block_size or not sound_runs(RUN.iter_unpack(geometry)):
+def impossible(block_size: int, geometry: bytes, flags: int = 0) -> Problem | None:
+    """Why no block has such a geometry, None where one may. flags: the header's."""
+    slices, raw = extent(block_size, geometry, flags)
+    if not block_size or not sound_runs(geometry, flags):
         return Problem("GEOMETRY", "its geometry is impossible, under a header hash that is right")
     if raw > MAX_CHUNKS * CHUNK_BYTES:
         return Problem("GEOMETRY", f"its geometry has {raw} bytes a block, more than a record can have")
     if slices > MAX_SLICES:
         return Problem(NOT_CHECKED, f"{slices} slices of {raw} bytes in all")
-    if slice_twice(geometry):
+    if slice_twice(geometry, flags):
         return Problem("GEOMETRY", "its geometry names a slice twice, under a header hash that is right")
     try:
-        _ = shape_of(block_size, geometry, 0, b"").plan
+        _ = shape_of(block_size, geometry, 0, b"", flags).plan
     except UnsupportedCache as error:
         return Problem("GEOMETRY", str(error))
     return None
 
 
 def _numbers(header: Header) -> Problem | None:
-    if wrong := impossible(header.block_size, header.geometry):
+    if wrong := impossible(header.block_size, header.geometry, header.flags):
         return wrong
     if not sound_numbers(header):
         return Problem("HEADER", f"position {header.position}, {header.valid_tokens} valid tokens: no such block")
-    raw = extent(header.block_size, header.geometry)[1]
+    raw = extent(header.block_size, header.geometry, header.flags)[1]
     if raw != header.raw_length:
         return Problem("LENGTH", f"raw_length is {header.raw_length}, of its geometry {raw}")
     return None
@@ -113,7 +113,8 @@ def _stored(view: ReadView, header: Header, stored: memoryview, deep: Deep | Non
 
 
 def _shape(header: Header) -> GroupShape:
-    return shape_of(header.block_size, header.geometry, header.fingerprint, header.key[:PREFIX_BYTES])
+    own = header.fingerprint, header.key[:PREFIX_BYTES], header.flags
+    return shape_of(header.block_size, header.geometry, *own)
 
 
 def _lengths(header: Header, shape: GroupShape, directory: Directory, stored: memoryview) -> Iterator[Problem]:

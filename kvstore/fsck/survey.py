@@ -338,7 +338,7 @@ def stored_bytes(header: Header | Rejection, entry: bytes) -> int:
 
 def last_chunk(header: Header) -> int:
     """The number of a record's last chunk, -1 where its header contradicts itself."""
-    if impossible(header.block_size, header.geometry):
+    if impossible(header.block_size, header.geometry, header.flags):
         return -1
-    plan = shape_of(header.block_size, header.geometry, 0, b"").plan
+    plan = shape_of(header.block_size, header.geometry, 0, b"", header.flags).plan
     return plan.num_chunks if directory_bytes(plan) == header.directory_length else -1
