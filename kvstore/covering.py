@@ -167,10 +167,11 @@ class Covering:
 
 def helps(shape: GroupShape, snapshot: ReadView, header: Header) -> npt.NDArray[np.bool_] | None:
     """Which slices of a block an intact record has, (slices,) bool; None where it has none, or cannot be put together with
-    others to such blocks, or is no block's. States are taken whole, and never put together."""
-    if shape.of_states or header.flags != shape.flags or unlikely(snapshot, header):
+    others to such blocks, or is no block's. A state stands for the tokens up to one place, and for those of no other."""
+    if header.flags != shape.flags or unlikely(snapshot, header):
         return None
-    if header.block_size % shape.block_size and shape.block_size % header.block_size:
+    sizes = {shape.block_size, header.block_size}
+    if max(sizes) % min(sizes) or (shape.of_states and len(sizes) > 1):
         return None
     has = shared_slices(shape, header.block_size, header.geometry) >= 0
     return has if has.any() else None

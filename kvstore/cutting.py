@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.geometry import decode_geometry
 from kvstore.shape import GroupShape
 
 Bytes = npt.NDArray[np.uint8]
@@ -58,41 +57,28 @@ class Cut:
     def copy(self, source: Source, raw: Bytes, block: Bytes, tokens_before: int) -> None:
         """Copy what both hold of the tokens. raw: the source's raw bytes; block: canonical bytes of a block of `own`;
         tokens_before: how many tokens the block begins before the record, below 0 where it begins after it."""
-        first, end = max(0, tokens_before), min(self.own.block_size, tokens_before + self.stored.block_size)
+        stored, own = self.stored.tokens, self.own.tokens
+        first, end = max(0, tokens_before), min(own, tokens_before + stored)
         for at, to, slices, cell in source.pieces:
-            there = raw[at : at + slices * self.stored.block_size * cell].reshape(slices, self.stored.block_size, cell)
-            here = block[to : to + slices * self.own.block_size * cell].reshape(slices, self.own.block_size, cell)
+            there = raw[at : at + slices * stored * cell].reshape(slices, stored, cell)
+            here = block[to : to + slices * own * cell].reshape(slices, own, cell)
             here[:, first:end] = there[:, first - tokens_before : end - tokens_before]
 
 
 @lru_cache(maxsize=CUTS)
 def shared_slices(own: GroupShape, block_size: int, geometry: bytes) -> Ints:
     """For each slice of `own` its number in the table of a record of that block size and geometry, -1 where that does not
-    have it: (slices,) int64. The geometry must be one of a block's (kvstore.audit.unlikely)."""
-    cells = _cells(own.geometry)
-    stored, stored_cells = GroupShape(block_size, geometry, 0, b""), _cells(geometry)
-    numbers = {(s.layer, s.head): number for number, s in enumerate(stored.slices)}
-    found = [
-        numbers.get(place, -1) if stored_cells.get(place) == cells[place] else -1
-        for place in ((s.layer, s.head) for s in own.slices)
-    ]
-    return np.array(found, np.int64)
-
-
-def _cells(geometry: bytes) -> dict[tuple[int, int], tuple[int, int]]:
-    """K and V bytes of a token in each slice, by layer and head."""
-    return {
-        (shape.layer, shape.first_head + head): (shape.k_bytes, shape.v_bytes)
-        for shape in decode_geometry(geometry)
-        for head in range(shape.heads)
-    }
+    have it: (slices,) int64. The geometry must be one of a block's (kvstore.audit.unlikely), of the kind of `own`."""
+    stored = GroupShape(block_size, geometry, 0, b"", own.flags)
+    numbers = {place: number for number, place in enumerate(stored.places)}
+    return np.array([numbers.get(place, -1) for place in own.places], np.int64)
 
 
 @lru_cache(maxsize=CUTS)
 def cut_of(own: GroupShape, block_size: int, geometry: bytes, needed: bytes) -> Cut:
     """What a record gives a block. needed: a byte for each slice of `own`, 1 where it shall come from this record; the record
     must have it."""
-    stored = GroupShape(block_size, geometry, own.fingerprint, own.prefix)
+    stored = GroupShape(block_size, geometry, own.fingerprint, own.prefix, own.flags)
     own_slices = np.flatnonzero(np.frombuffer(needed, np.uint8))
     stored_slices = shared_slices(own, block_size, geometry)[own_slices]
     order = np.argsort(stored_slices, kind="stable")
@@ -108,9 +94,9 @@ def _sources(stored: GroupShape, own: GroupShape, own_slices: Ints, stored_slice
     sources: dict[tuple[int, int], list[Piece]] = {}
     for here, there in zip(own_slices.tolist(), stored_slices.tolist(), strict=True):
         span = int(first_chunks[there]), int(end_chunks[there])
-        cell = stored.slices[there].nbytes // stored.block_size
+        cell = stored.slices[there].nbytes // stored.tokens
         piece = Piece(int(offsets[there] - bounds[span[0]]), int(own.offsets[here]), 1, cell)
-        _add(sources.setdefault(span, []), piece, stored.block_size, own.block_size)
+        _add(sources.setdefault(span, []), piece, stored.tokens, own.tokens)
     for (first, end), pieces in sources.items():
         yield Source(first, end, tuple(pieces))
 

@@ -6,7 +6,7 @@ It names no tensor: whoever reads and writes records needs no engine.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -18,7 +18,7 @@ from kvstore.checksum import UInt64Array, block_checksum_tags, slice_factors
 from kvstore.geometry import ChunkPlan, chunk_plan, decode_geometry, describe
 from kvstore.record import Header
 from kvstore.results import Rejection
-from kvstore.stategeometry import STATES, Segment, decode_states, describe_states, segments_of, slice_bytes
+from kvstore.stategeometry import STATES, Segment, StateRows, decode_states, describe_states, segments_of, slice_bytes
 
 FORM: Final = struct.Struct("<IQHB")
 """Block size, fingerprint, flags, length of the prefix; prefix and geometry follow."""
@@ -73,6 +73,27 @@ class GroupShape:
             for h in range(shape.heads)
         ]
         return tuple(sorted(found, key=lambda s: (s.head, s.layer)))
+
+    @property
+    def tokens(self) -> int:
+        """Into how many equal parts a slice's bytes fall, one after the other: its tokens; a state is one."""
+        return 1 if self.of_states else self.block_size
+
+    @cached_property
+    def places(self) -> tuple[Hashable, ...]:
+        """What each slice is in the unsharded model: layer, head, K and V bytes; of states its rows. Equal places of two
+        shapes of one group hold the same of a block."""
+        if self.of_states:
+            parts: dict[int, tuple[StateRows, ...]] = {}
+            for segment in self.segments:
+                parts[segment.slice] = (*parts.get(segment.slice, ()), segment.part)
+            return tuple(parts[number] for number in range(len(self.slices)))
+        sizes = {
+            (shape.layer, shape.first_head + head): (shape.k_bytes, shape.v_bytes)
+            for shape in decode_geometry(self.geometry)
+            for head in range(shape.heads)
+        }
+        return tuple((s.layer, s.head, *sizes[s.layer, s.head]) for s in self.slices)
 
     @cached_property
     def factors(self) -> UInt64Array:

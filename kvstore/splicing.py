@@ -211,7 +211,7 @@ class Reader:
 
     def _directory(self, view: ReadView, part: Part) -> Directory | Rejection:
         header, asked = part.header, self._question.shape
-        stored = shape_of(header.block_size, header.geometry, asked.fingerprint, asked.prefix)
+        stored = shape_of(header.block_size, header.geometry, asked.fingerprint, asked.prefix, asked.flags)
         try:
             plan = stored.plan
         except UnsupportedCache as error:

@@ -261,7 +261,7 @@ def test_what_lmdb_cannot_read_is_not_blamed(db: BlockDB, monkeypatch: pytest.Mo
 UNCHECKED, CONTRADICTION, TWICE, NO_DIRECTORY = (
     "not checked here",
     "contradict each other",
-    "a layer twice",
+    "a slice twice",
     "directory:",
 )
 ONE = (0, 1, 0, 0, 0, 8, 0)
@@ -280,7 +280,7 @@ CRAFTED: dict[str, tuple[list[tuple[int, ...]], int, dict[str, int], str]] = {
     "a run of no layer": ([ONE, (1, 0, 0, 0, 0, 8, 0)], 4, {}, CONTRADICTION),
     "no cell": ([ONE, (1, 1, 0, 0, 0, 0, 0)], 4, {}, CONTRADICTION),
     "half a piece": ([(0, 1, 0, 0, 0, 4, 4)], 4, {}, CONTRADICTION),
-    "a layer twice": ([(0, 2, 0, 0, 0, 8, 0)], 4, {}, TWICE),
+    "a slice twice": ([(0, 2, 0, 0, 0, 8, 0)], 4, {}, TWICE),
     "a head past the last": ([(0, 1, 0, 65535, 1, 8, 0)], 4, {}, CONTRADICTION),
     "another raw length": ([ONE], 4, {"raw_length": 2**63}, CONTRADICTION),
 }
