@@ -29,8 +29,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from kvstore import KVStore, StoreConfig, errors
-from kvstore.engines import transformers as engine
 from kvstore.engines.transformers import TransformersStore, chain_hashes, load_cache, open_store, save_cache
+from kvstore.engines.transformers_model import model_identity
 from kvstore.record import parse_header
 from kvstore.tools.demo_model import forward
 from kvstore.tools.model import load_smollm2, smollm2_folder
@@ -374,7 +374,7 @@ def test_another_model_misses(store: KVStore, model: Any, tmp_path: Path, name: 
 
 def test_adapters_are_told_apart() -> None:
     models = [tiny(), adapted(1.0), adapted(2.0), adapted(1.0, disabled=True)]
-    texts = {engine._identity(model, "", {}).canonical_json() for model in models}
+    texts = {model_identity(model, "", {}).canonical_json() for model in models}
     assert len(texts) == 4
 
 
@@ -460,7 +460,7 @@ def mistral(**settings: Any) -> Any:
         (lambda: cache_of(tiny(num_key_value_heads=1), tiny_ids(8)), errors.InvalidShape, "K of layer 0"),
         (lambda: cache_of(tiny(head_dim=16), tiny_ids(8)), errors.InvalidShape, "K of layer 0"),
         (lambda: cache_of(tiny(dtype=torch.float16), tiny_ids(8)), errors.UnsupportedDtype, "float16"),
-        (lambda: cache_of(mistral(sliding_window=4), tiny_ids(8)), errors.UnsupportedCache, "Sliding"),
+        (lambda: cache_of(mistral(sliding_window=4), tiny_ids(8)), errors.InvalidCache, "Sliding"),
         (lambda: with_layer(QuantisedLayer()), errors.UnsupportedCache, "QuantisedLayer"),
         (lambda: StaticCache(config=tiny().config, max_cache_len=8), errors.UnsupportedCache, "StaticCache"),
         (lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()), errors.UnsupportedCache, "EncoderDecoder"),
@@ -498,7 +498,6 @@ def stretched(kind: str) -> Any:
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
-        (lambda: mistral(sliding_window=4), {}, errors.UnsupportedCache, "DynamicSlidingWindowLayer"),
         (qwen3_next, {}, errors.UnsupportedCache, "Linear"),
         (t5, {}, errors.UnsupportedCache, "encoder-decoder"),
         (lambda: stretched("dynamic"), {}, errors.UnsupportedCache, "dynamic"),

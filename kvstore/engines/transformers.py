@@ -1,56 +1,49 @@
 """The prefix of a transformers DynamicCache in a store, and back.
 
-One sequence, full attention: the tensors of a DynamicCache, [1, KV heads, tokens, head size], are viewed as a paged
-cache without a copy, block i being its tokens i * block_size and on. What is loaded is verified in the tensors that
-the model reads.
+One sequence: the tensors of a DynamicCache, [1, KV heads, tokens, head size], are viewed as a paged cache without a copy,
+block i being the tokens i * block_size and on of the request. What is loaded is verified in the tensors that the model
+reads. Layers with full attention are one group of the store, those with a sliding window another.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from xxhash import xxh3_128_digest
 
 from kvstore.cache import PagedKVCache
 from kvstore.config import StoreConfig
-from kvstore.errors import (
-    ConfigError,
-    EngineError,
-    IdentityError,
-    InvalidCache,
-    InvalidShape,
-    InvalidTokens,
-    UnsupportedCache,
-    UnsupportedDtype,
+from kvstore.engines.transformers_layers import (
+    LayerGroup,
+    cache_utils,
+    check_kinds,
+    described,
+    layer_groups,
+    paged,
 )
-from kvstore.identity import CacheIdentity, Scalar
+from kvstore.engines.transformers_model import check_model, model_identity
+from kvstore.errors import ConfigError, EngineError, InvalidCache, InvalidTokens, UnsupportedCache
+from kvstore.identity import Scalar
+from kvstore.layout import LayerTensors
+from kvstore.prefixes import PrefixBlocks
 from kvstore.results import PutResult
 from kvstore.store import KVStore
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
+log = logging.getLogger(__name__)
 BLOCK_SIZE: Final = 16
-LAYOUT: Final = "BHND"
 PERSON: Final = b"kvstore tokens 1"
 """Sets these hashes apart from any other BLAKE2b."""
-RUN_SETTINGS: Final = frozenset(
-    (
-        *("_name_or_path", "_model_name_or_path", "architectures", "transformers_version", "quantization_config"),
-        *("id2label", "label2id", "problem_type", "return_dict", "use_cache", "chunk_size_feed_forward"),
-        *("output_attentions", "output_hidden_states"),
-    )
-)
-"""What a model's configuration says about saving and running it, not about what it computes."""
-LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
-"""Rope types that choose frequencies by the length of the whole prompt: the same tokens then have several KVs."""
+SLID_OUT: Final = "slid_out"
+"""Why a block is not stored that no layer keeps any longer."""
 
 
 class TransformersStore(KVStore):
@@ -61,6 +54,7 @@ class TransformersStore(KVStore):
     """
 
     model_config: Any = None
+    layer_groups: tuple[LayerGroup, ...] = ()
 
 
 def open_store(
@@ -84,16 +78,17 @@ def open_store(
     them once; the shapes of the KV are those of a forward pass over one token. The model must not change while the
     store is used: open another one after loading weights, or switching adapters.
 
-    Raises EngineError (no transformers, no model, weights that are not in memory), UnsupportedCache (sliding-window,
-    hybrid or encoder-decoder models, rope that depends on the prompt's length), ConfigError, IdentityError, or what
-    KVStore raises; then nothing on disk was changed.
+    Raises EngineError (no transformers, no model, weights that are not in memory), UnsupportedCache (models with
+    recurrent states, encoder-decoder models, rope that depends on the prompt's length), ConfigError, IdentityError, or
+    what KVStore raises; then nothing on disk was changed.
     """
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ConfigError(f"block_size is {block_size!r}: expected an integer of at least 1")
-    _check_model(model)
-    template = _template(model, block_size)
-    store = TransformersStore(path, template, _identity(model, revision, extra or {}), config, mode=mode, io=io)
-    store.model_config = model.config
+    cache_utils()
+    check_model(model)
+    template, groups = _template(model, block_size)
+    store = TransformersStore(path, template, model_identity(model, revision, extra or {}), config, mode=mode, io=io)
+    store.model_config, store.layer_groups = model.config, groups
     return store
 
 
@@ -104,6 +99,12 @@ def save_cache(store: KVStore, input_ids: torch.Tensor | Sequence[int], cache: D
     cache holds. cache: as the model of `open_store` filled it, without padding; it must not change during the call.
     The result has one entry a block, none where the cache holds less than one.
 
+    A sliding-window layer drops tokens as soon as its window has passed them, and with them blocks that a prefix of the
+    request needs. The caches of `load_cache`, also empty ones, keep them; elsewhere call `cache.activate_past_recording()`
+    before the first forward pass. `cache.crop(0)` drops them once they were saved. Blocks that some layers have dropped
+    are stored for the others alone, and a warning says how much of the request can be loaded; what no layer has any
+    longer is `failed` for the reason "slid_out".
+
     Raises InvalidTokens, InvalidCache or one of its kinds (a batch, other layers or shapes, another kind of cache),
     EngineError for another store, or what `put_blocks` raises; then nothing was stored.
     """
@@ -113,11 +114,14 @@ def save_cache(store: KVStore, input_ids: torch.Tensor | Sequence[int], cache: D
     if tokens > ids.size:
         raise InvalidTokens(f"{ids.size} input_ids, the cache holds {tokens} tokens: pass the id of every cached token")
     size = _block_size(bound)
-    blocks = tokens // size
-    if not blocks:
-        return bound.put_blocks([], [])
-    hashes = chain_hashes(ids[: blocks * size], size)
-    return bound.attach(_paged(cache, blocks, size)).put_blocks(hashes, range(blocks))
+    hashes = chain_hashes(ids[: tokens // size * size], size)
+    held = {group: blocks for group in bound.layer_groups if hashes and (blocks := group.held(cache, size))}
+    if not held:
+        return _together(len(hashes), [(range(0), bound.put_blocks([], [], group=bound.layer_groups[0].number))])
+    target = bound.attach(paged(cache, held, size))
+    put = [(blocks, _put(target, group, blocks, hashes)) for group, blocks in held.items()]
+    _warn_of_lost_windows(bound, hashes, held)
+    return _together(len(hashes), put)
 
 
 def load_cache(store: KVStore, input_ids: torch.Tensor | Sequence[int]) -> tuple[DynamicCache, int]:
@@ -125,25 +129,23 @@ def load_cache(store: KVStore, input_ids: torch.Tensor | Sequence[int]) -> tuple
 
     input_ids: the prompt's token ids, [tokens] or [1, tokens] integers. At least one token is left to compute; go on
     with `model(input_ids[:, tokens:], cache=cache)` or `generate(input_ids, cache=cache)` (before transformers 5.24 the
-    argument is past_key_values). The prefix ends before the first block that is missing or was refused. Without one
-    the cache is empty and the number 0. The cache belongs to the caller.
+    argument is past_key_values). The prefix ends before the first block that is missing or was refused; of
+    sliding-window layers it needs the blocks in the window before its end. Without one the cache is empty and the
+    number 0. The cache belongs to the caller. Its sliding-window layers keep what they are given, until `cache.crop(0)`.
 
     Raises InvalidTokens, EngineError for another store, or what `get_blocks` raises.
     """
     bound = _bound(store)
     ids, size = _token_ids(input_ids), _block_size(bound)
     hashes = chain_hashes(ids[: (ids.size - 1) // size * size], size)
-    blocks = bound.match_prefix(hashes)
-    if not blocks:
-        return _empty_cache(bound), 0
-    cache = _unfilled_cache(bound, blocks * size)
-    got = bound.attach(_paged(cache, blocks, size)).get_blocks(hashes[:blocks], range(blocks))
-    tokens = got.num_leading * size
-    if not tokens:
-        return _empty_cache(bound), 0
-    # What was refused is undefined: it must not stay inside the tensors.
-    cache.crop(tokens - blocks * size)
-    return cache, tokens
+    asked, promised = {group.number: hashes for group in bound.layer_groups}, ids.size
+    # Where a window was refused, that of a shorter prefix may be there. Who promises the same again cannot keep it.
+    while 0 < (tokens := bound.match_tokens(asked)) < promised:
+        cache, found = _load(bound, hashes[: tokens // size], size)
+        if found:
+            return cache, found
+        promised = tokens
+    return _empty_cache(bound), 0
 
 
 def chain_hashes(
@@ -204,196 +206,115 @@ def _bound(store: object) -> TransformersStore:
 
 
 def _block_size(store: TransformersStore) -> int:
-    return store.cache.group(0).block_size
+    return next(iter(store.cache.groups.values())).block_size
 
 
-def _cache_utils() -> Any:
-    """transformers.cache_utils, imported when first needed: it takes seconds."""
-    try:
-        from transformers import cache_utils
-    except ImportError as error:
-        raise EngineError(
-            f"transformers cannot be imported: {error}: pip install transformers, or the extra `engines` of kvstore"
-        ) from error
-    return cache_utils
+def _put(target: KVStore, group: LayerGroup, blocks: range, hashes: Sequence[bytes]) -> PutResult:
+    """Store a group's blocks, which are the first of the target's cache."""
+    parent = hashes[blocks.start - 1] if blocks.start else None
+    own = hashes[blocks.start : blocks.stop]
+    return target.put_blocks(own, range(len(blocks)), blocks.start, group=group.number, parent=parent)
 
 
-def _layer_name(index: int) -> str:
-    return f"model.layers.{index}.self_attn"
+def _together(blocks: int, parts: Sequence[tuple[range, PutResult]]) -> PutResult:
+    """What became of a request's blocks in all groups. parts: of each group the blocks' positions and what became of them.
+    A block is stored where a group stored it, present where all had it, failed where one failed."""
+    stored, seen, failed = np.zeros(blocks, bool), np.zeros(blocks, bool), dict[int, str]()
+    for own, put in parts:
+        stored[own.start : own.stop] |= put.stored
+        seen[own.start : own.stop] = True
+        failed |= {own.start + index: reason for index, reason in put.failed.items()}
+    failed |= dict.fromkeys(map(int, np.flatnonzero(~seen)), SLID_OUT)
+    stored[list(failed)] = False
+    present = ~stored
+    present[list(failed)] = False
+    return PutResult(stored, present, failed)
 
 
-def _paged(cache: DynamicCache, blocks: int, block_size: int) -> PagedKVCache:
-    """The first blocks of a DynamicCache as a paged cache: views of its own tensors."""
+def _warn_of_lost_windows(store: TransformersStore, hashes: Sequence[bytes], held: Mapping[LayerGroup, range]) -> None:
+    """Say so where a window was dropped before it was saved, now or earlier."""
+    size = _block_size(store)
+    end = len(hashes) * size
+    none = range(len(hashes), len(hashes))
+    if all(held.get(group, none).start <= group.needed(end, size).start for group in store.layer_groups):
+        return
+    found = store.match_tokens({group.number: hashes for group in store.layer_groups})
+    if found < end:
+        log.warning(
+            "the first %d of %d saved tokens can be loaded: sliding-window layers had dropped what the others need; use the "
+            "cache of load_cache, or call cache.activate_past_recording() before the first forward pass",
+            found,
+            end,
+        )
 
-    def view(tensor: torch.Tensor) -> torch.Tensor:
-        heads, _, size = tensor[0].shape
-        return tensor[0, :, : blocks * block_size].view(heads, blocks, block_size, size).transpose(0, 1)
 
-    pairs = {_layer_name(i): (view(layer.keys), view(layer.values)) for i, layer in enumerate(cache.layers)}
-    return PagedKVCache.from_tensors(pairs, LAYOUT)
+def _load(store: TransformersStore, hashes: Sequence[bytes], size: int) -> tuple[DynamicCache, int]:
+    """Load a prefix of which everything is said to be there: the cache, and how many tokens of it may be used."""
+    cache, end = _empty_cache(store), len(hashes) * size
+    needed = {group: group.needed(end, size) for group in store.layer_groups}
+    for group, layer, parts in _layers(store, cache):
+        group.make_room(layer, parts, needed[group], size)
+    wanted = {group: own for group, own in needed.items() if own}
+    if not wanted:
+        return cache, 0
+    got = store.attach(paged(cache, wanted, size)).get_prefix(
+        {group.number: PrefixBlocks(hashes[own.start :], range(len(own)), own.start) for group, own in wanted.items()}
+    )
+    if got.tokens:
+        # What was refused is undefined: it must not stay inside the tensors.
+        for group, layer, _ in _layers(store, cache):
+            group.cut(layer, got.tokens)
+    return cache, got.tokens
+
+
+def _layers(store: TransformersStore, cache: DynamicCache) -> Iterator[tuple[LayerGroup, Any, LayerTensors]]:
+    """The layers of a cache of the store's model: each one's group, itself, and what a block of it looks like."""
+    for group in store.layer_groups:
+        for index in group.layers:
+            yield group, cache.layers[index], store.cache.tensors[group.name(index)]
 
 
 def _empty_cache(store: TransformersStore) -> DynamicCache:
-    return _cache_utils().DynamicCache(config=store.model_config)
-
-
-def _unfilled_cache(store: TransformersStore, tokens: int) -> DynamicCache:
-    """A DynamicCache of that many tokens, in the tensors that the model will read, whose contents are undefined.
-
-    They are set here because `update` would copy them: what was verified would not be what is read.
-    """
-    cache = _empty_cache(store)
-    for index, layer in enumerate(cache.layers):
-        keys, values = (
-            part.new_empty((1, part.shape[1], tokens, part.shape[3]))
-            for part in store.cache.tensors[_layer_name(index)]
-        )
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
+    cache = cache_utils().DynamicCache(config=store.model_config)
+    for group, layer, _ in _layers(store, cache):
+        group.record(layer)
     return cache
 
 
 def _cached_tokens(store: TransformersStore, cache: Any) -> int:
     """How many tokens a cache of the store's model holds; raises where it is another kind, or of another model."""
-    utils, expected = _cache_utils(), store.cache.tensors
-    if type(cache) is not utils.DynamicCache:
+    expected = store.cache.tensors
+    if type(cache) is not cache_utils().DynamicCache:
         raise UnsupportedCache(
             f"cache is a {type(cache).__name__}: expected a DynamicCache, as model(..., use_cache=True) returns it"
         )
     layers = cache.layers
-    _check_kinds(layers)
+    check_kinds(layers)
     if not any(layer.is_initialized for layer in layers):
         return 0
     if len(layers) != len(expected):
         raise InvalidCache(
             f"the cache has {len(layers)} layers, the model of the store {len(expected)}: pass its cache"
         )
-    tokens = cache.get_seq_length()
-    for index, layer in enumerate(layers):
-        for letter, given, part in zip("KV", (layer.keys, layer.values), expected[_layer_name(index)], strict=True):
-            _check_tensor(f"{letter} of layer {index}", given, part, tokens)
-    return int(tokens)
+    tokens = int(layers[0].get_seq_length())
+    for group in store.layer_groups:
+        for index in group.layers:
+            group.check(layers[index], index, expected[group.name(index)], tokens)
+    return tokens
 
 
-def _check_kinds(layers: Sequence[object]) -> None:
-    plain = _cache_utils().DynamicLayer
-    if kinds := sorted({type(layer).__name__ for layer in layers if type(layer) is not plain}):
-        raise UnsupportedCache(
-            f"the cache has layers of the kinds {', '.join(kinds)}: expected DynamicLayer alone (full attention, not "
-            "quantised); sliding windows and recurrent states need more than a prefix of their tokens"
-        )
-
-
-def _check_tensor(what: str, given: torch.Tensor | None, part: torch.Tensor, tokens: int) -> None:
-    """Compare a layer's tensor with the model's, [1, heads, block_size, head size]."""
-    shape = (1, part.shape[1], tokens, part.shape[3])
-    if given is None or tuple(given.shape) != shape:
-        raise InvalidShape(
-            f"{what} has the shape {None if given is None else tuple(given.shape)}: expected {shape}, one sequence of the "
-            "store's model; save each sequence of a batch from a cache of its own"
-        )
-    if given.dtype != part.dtype:
-        raise UnsupportedDtype(f"{what} is {given.dtype}: the store was opened for a model whose KV is {part.dtype}")
-
-
-def _check_model(model: Any) -> None:
-    _cache_utils()
-    config: Any = getattr(model, "config", None)
-    if not isinstance(model, torch.nn.Module) or not hasattr(config, "get_text_config"):
-        raise EngineError(f"model is a {type(model).__name__}: expected a transformers PreTrainedModel")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedCache(f"{type(model).__name__} is an encoder-decoder model: expected a decoder-only one")
-    found = _rope_types(config.get_text_config(decoder=True).to_dict())
-    if bad := sorted(found & LENGTH_DEPENDENT_ROPE):
-        raise UnsupportedCache(
-            f"{type(model).__name__} has rope of type {', '.join(bad)}, whose keys depend on the length of the whole prompt: "
-            "its blocks cannot be told apart by their tokens; expected rope that depends on positions alone"
-        )
-
-
-def _rope_types(settings: object) -> set[str]:
-    """Every rope_type in a configuration, at any depth: some models have one for each kind of layer."""
-    if not isinstance(settings, Mapping):
-        return set()
-    own = {str(value) for key, value in settings.items() if key == "rope_type"}
-    return own.union(*(_rope_types(value) for value in settings.values()))
-
-
-def _template(model: Any, block_size: int) -> PagedKVCache:
-    """One block with the shapes, dtype and device of the KV that the model makes of one token."""
-    _check_kinds(_cache_utils().DynamicCache(config=model.config).layers)
+def _template(model: Any, block_size: int) -> tuple[PagedKVCache, tuple[LayerGroup, ...]]:
+    """One block with the shapes, dtype and device of the KV that the model makes of one token; and its groups."""
+    check_kinds(cache_utils().DynamicCache(config=model.config).layers)
     with torch.no_grad():
         output = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True)
     cache = output["cache"] if "cache" in output else output["past_key_values"]
-    _check_kinds(cache.layers)
+    check_kinds(cache.layers)
     unused = [index for index, layer in enumerate(cache.layers) if not layer.is_initialized]
     if unused or not cache.layers:
         raise UnsupportedCache(
             f"{type(model).__name__} keeps no KV in the layers {unused}: expected a model whose layers each have their own"
         )
-
-    def block(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.new_zeros((1, tensor.shape[1], block_size, tensor.shape[3]))
-
-    pairs = {_layer_name(i): (block(layer.keys), block(layer.values)) for i, layer in enumerate(cache.layers)}
-    return PagedKVCache.from_tensors(pairs, LAYOUT)
-
-
-def _identity(model: Any, revision: str, extra: Mapping[str, Scalar]) -> CacheIdentity:
-    settings = json.loads(model.config.to_json_string(use_diff=False))
-    own = {
-        "adapters": _text(_adapters(model)),
-        "config": _text({key: value for key, value in settings.items() if key not in RUN_SETTINGS}),
-        "weights": _weights_digest(model),
-    }
-    if taken := sorted(own.keys() & extra.keys()):
-        raise IdentityError(f"extra has {', '.join(taken)}, which open_store fills itself: choose another name")
-    quantization = settings.get("quantization_config")
-    return CacheIdentity(
-        model=model.config.name_or_path or type(model).__name__,
-        revision=revision or getattr(model.config, "_commit_hash", None) or "",
-        dtype=str(model.dtype).removeprefix("torch."),
-        quantization=_text(quantization) if quantization else "",
-        extra=own | dict(extra),
-    )
-
-
-def _text(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _adapters(model: torch.nn.Module) -> list[object]:
-    """Which adapters act in which layers, and how strongly: PEFT keeps that beside the weights."""
-    return [
-        [
-            name,
-            list(module.active_adapters),
-            module.disable_adapters,
-            sorted(dict(getattr(module, "scaling", {})).items()),
-        ]
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "disable_adapters", None), bool)
-    ]
-
-
-def _weights_digest(model: torch.nn.Module) -> str:
-    """A digest of every weight and stored buffer: BLAKE2b over name, dtype, shape and XXH3-128 of the bytes.
-
-    It reads each byte once, at about the speed of memory, so that no change of a weight is overlooked.
-    """
-    total = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(model.state_dict().items()):
-        total.update(_text([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        total.update(xxh3_128_digest(_bytes_of(name, tensor)))
-    return total.hexdigest()
-
-
-def _bytes_of(name: str, tensor: torch.Tensor) -> bytes | memoryview:
-    try:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-        raise EngineError(
-            f"weight {name} ({tensor.dtype} on {tensor.device}) cannot be read: {error}: load the model into memory "
-            "(no device_map that offloads) with plain tensors"
-        ) from error
-    return flat.data
+    groups = layer_groups(cache.layers)
+    blank = {g.name(index): g.blank(cache.layers[index], block_size) for g in groups for index in g.layers}
+    return described(blank, groups), groups
