@@ -34,6 +34,7 @@ FAILURE_REASONS: Final = {
     "backpressure": "too many puts were waiting already",
     "io_process": "the process that writes the shard ended or did not answer; the block may be stored all the same",
     "replica": "this rank has copies of heads that other ranks store",
+    "no_state": "the cache has the state of another token, and no attention (kvstore.engines.transformers)",
     "slid_out": "the engine's sliding windows do not have the block any more (kvstore.engines.transformers)",
 }
 """Every reason for which a block is not stored."""

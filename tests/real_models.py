@@ -10,7 +10,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,13 @@ def gemma3(window: int) -> Any:
     """Full attention in every second layer, a sliding window in the others."""
     kinds = ["sliding_attention", "full_attention"] * 2
     settings = {"sliding_window": window, "layer_types": kinds, "num_hidden_layers": len(kinds)}
-    return _made(transformers.Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **HEADS, **settings))
+    return made(transformers.Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **HEADS, **settings))
 
 
 def mistral(window: int) -> Any:
     """A sliding window in every layer."""
     config = MistralConfig(**SIZES, **HEADS, num_hidden_layers=2, sliding_window=window)
-    return _made(transformers.MistralForCausalLM, config)
+    return made(transformers.MistralForCausalLM, config)
 
 
 def deepseek(version: int) -> Any:
@@ -47,10 +47,11 @@ def deepseek(version: int) -> Any:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 16, "topk_group": 1}
     widths = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2, "n_group": 1}
     config = (DeepseekV2Config, DeepseekV3Config)[version - 2](**SIZES, **heads, **widths, num_hidden_layers=2)
-    return _made((transformers.DeepseekV2ForCausalLM, transformers.DeepseekV3ForCausalLM)[version - 2], config)
+    return made((transformers.DeepseekV2ForCausalLM, transformers.DeepseekV3ForCausalLM)[version - 2], config)
 
 
-def _made(kind: Any, config: Any) -> Any:
+def made(kind: Any, config: Any) -> Any:
+    """A model of random weights, the same in every process."""
     torch.manual_seed(0)
     return kind(config).to(torch.bfloat16).eval()
 
@@ -71,11 +72,14 @@ def request(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
-def fill(model: Any, ids: torch.Tensor, cache: Any, ends: Sequence[int]) -> Any:
-    """Compute tokens up to each of these ends in a forward pass of its own; the cache is returned."""
+def fill(model: Any, ids: torch.Tensor, cache: Any, ends: Sequence[int], done: int | None = None) -> Any:
+    """Compute tokens up to each of these ends in a forward pass of its own; the cache is returned. done: how many the cache
+    has, where it does not tell."""
+    done = cache.get_seq_length() if done is None else done
     for end in ends:
-        if end > cache.get_seq_length():
-            forward(model, ids[:, cache.get_seq_length() : end], cache, 1)
+        if end > done:
+            forward(model, ids[:, done:end], cache, 1)
+            done = end
     return cache
 
 
@@ -88,9 +92,10 @@ class Continuation:
     answer: list[int]
 
 
-def go_on(model: Any, ids: torch.Tensor, cache: Any) -> Continuation:
-    """Compute what is not in the cache in one forward pass, then answer greedily."""
-    logits = [forward(model, ids[:, cache.get_seq_length() :], cache, 0)["logits"][0]]
+def go_on(model: Any, ids: torch.Tensor, cache: Any, done: int | None = None) -> Continuation:
+    """Compute what is not in the cache in one forward pass, then answer greedily. done: as `fill`."""
+    done = cache.get_seq_length() if done is None else done
+    logits = [forward(model, ids[:, done:], cache, 0)["logits"][0]]
     answer = list[int]()
     while len(answer) < ANSWER:
         answer.append(int(logits[-1][-1].argmax()))
@@ -99,28 +104,31 @@ def go_on(model: Any, ids: torch.Tensor, cache: Any) -> Continuation:
     return Continuation(hashlib.sha256(bits).hexdigest(), answer)
 
 
-def elsewhere(tasks: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Go on from stores in another process. Each task: model, store, ids; of each comes back tokens, logits, answer."""
+def elsewhere(tasks: Sequence[dict[str, Any]], folder: Path, module: str = "tests.real_models") -> list[dict[str, Any]]:
+    """Go on from stores in another process. Each task: model, store, ids; of each comes back tokens, logits, answer.
+    module: the one whose models these are."""
     path = folder / "tasks.json"
     path.write_text(json.dumps(tasks))
-    command = [sys.executable, "-m", "tests.real_models", str(path)]
+    command = [sys.executable, "-m", module, str(path)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert result.returncode == 0, result.stderr
     found: list[dict[str, Any]] = json.loads(result.stdout)
     return found
 
 
-def _main(tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def main(known: Mapping[str, Callable[[], Any]], go_on: Callable[..., Continuation]) -> None:
+    """What the other process does, with these models by name. go_on: as this module's."""
     torch.set_num_threads(1)
-    models, found = {name: MODELS[name]() for name in {task["model"] for task in tasks}}, []
+    tasks = json.loads(Path(sys.argv[1]).read_text())
+    models, found = {name: known[name]() for name in {task["model"] for task in tasks}}, []
     for task in tasks:
         model, ids = models[task["model"]], torch.tensor([task["ids"]])
         with open_store(task["store"], model, block_size=BLOCK, mode="r") as store:
             cache, tokens = load_cache(store, ids)
-        said = go_on(model, ids, cache)
+        said = go_on(model, ids, cache, tokens)
         found.append({"tokens": tokens, "logits": said.logits, "answer": said.answer})
-    return found
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    print(json.dumps(_main(json.loads(Path(sys.argv[1]).read_text()))))
+    main(MODELS, go_on)

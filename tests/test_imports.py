@@ -100,6 +100,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     # the package's public names
     ("",),
     ("engines",),
+    ("engines.transformers_states",),
     ("engines.transformers_layers", "engines.transformers_model"),
     ("engines.transformers",),
     # command lines

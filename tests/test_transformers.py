@@ -22,7 +22,6 @@ from transformers import (
     EncoderDecoderCache,
     LlamaConfig,
     MistralConfig,
-    Qwen3NextConfig,
     StaticCache,
     T5Config,
 )
@@ -473,10 +472,10 @@ def test_caches_that_cannot_be_saved(store: KVStore, make: Callable[[], Any], er
     assert nothing_stored(store)
 
 
-def qwen3_next() -> Any:
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_experts": 2}
-    more = {"num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-    return transformers.Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **more))
+def indexed() -> Any:
+    model = tiny()
+    model.config.layer_types = ["indexed_attention"] * model.config.num_hidden_layers
+    return model
 
 
 def t5() -> Any:
@@ -498,7 +497,7 @@ def stretched(kind: str) -> Any:
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
-        (qwen3_next, {}, errors.UnsupportedCache, "Linear"),
+        (indexed, {}, errors.UnsupportedCache, "kinds DynamicIndexedLayer: expected DynamicLayer"),
         (t5, {}, errors.UnsupportedCache, "encoder-decoder"),
         (lambda: stretched("dynamic"), {}, errors.UnsupportedCache, "dynamic"),
         (lambda: stretched("longrope"), {}, errors.UnsupportedCache, "longrope"),

@@ -2,7 +2,8 @@
 
 One sequence: the tensors of a DynamicCache, [1, KV heads, tokens, head size], are viewed as a paged cache without a copy,
 block i being the tokens i * block_size and on of the request. What is loaded is verified in the tensors that the model
-reads. Layers with full attention are one group of the store, those with a sliding window another.
+reads. Layers with full attention are one group of the store, those with a sliding window another, and those with recurrent
+states a third, which has one block a state: the one that ends where the state's tokens do.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ from kvstore.cache import PagedKVCache
 from kvstore.config import StoreConfig
 from kvstore.engines.transformers_layers import (
     LayerGroup,
+    Parts,
     cache_utils,
+    check_keeps,
     check_kinds,
     described,
+    filled,
+    keeps_tokens,
     layer_groups,
     paged,
+    parts_of,
 )
-from kvstore.engines.transformers_model import check_model, model_identity
-from kvstore.errors import ConfigError, EngineError, InvalidCache, InvalidTokens, UnsupportedCache
+from kvstore.engines.transformers_model import cache_of, check_model, compute, goes_on_at_once, model_identity
+from kvstore.engines.transformers_states import STATES
+from kvstore.errors import ConfigError, EngineError, InvalidTokens, UnsupportedCache
 from kvstore.identity import Scalar
-from kvstore.layout import LayerTensors
 from kvstore.prefixes import PrefixBlocks
 from kvstore.results import PutResult
 from kvstore.store import KVStore
@@ -44,6 +50,8 @@ PERSON: Final = b"kvstore tokens 1"
 """Sets these hashes apart from any other BLAKE2b."""
 SLID_OUT: Final = "slid_out"
 """Why a block is not stored that no layer keeps any longer."""
+NO_STATE: Final = "no_state"
+"""Why a block of a model that keeps states alone is not stored: no state is there of exactly the tokens up to its end."""
 
 
 class TransformersStore(KVStore):
@@ -55,6 +63,10 @@ class TransformersStore(KVStore):
 
     model_config: Any = None
     layer_groups: tuple[LayerGroup, ...] = ()
+    goes_on_at_once: bool = True
+    """Whether a forward pass of several tokens goes on from recurrent states; where not, only one of a single token does."""
+    unsaved_states_told: bool = False
+    """Whether the log has said that a state was not stored."""
 
 
 def open_store(
@@ -78,26 +90,43 @@ def open_store(
     them once; the shapes of the KV are those of a forward pass over one token. The model must not change while the
     store is used: open another one after loading weights, or switching adapters.
 
-    Raises EngineError (no transformers, no model, weights that are not in memory), UnsupportedCache (models with
-    recurrent states, encoder-decoder models, rope that depends on the prompt's length), ConfigError, IdentityError, or
-    what KVStore raises; then nothing on disk was changed.
+    Raises EngineError (no transformers, no model, weights that are not in memory), UnsupportedCache (layers of other kinds
+    than attention and recurrent states, encoder-decoder models, rope that depends on the prompt's length), ConfigError,
+    IdentityError, or what KVStore raises; then nothing on disk was changed.
     """
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ConfigError(f"block_size is {block_size!r}: expected an integer of at least 1")
     cache_utils()
     check_model(model)
     template, groups = _template(model, block_size)
+    goes_on = all(group.type != STATES for group in groups) or goes_on_at_once(model)
     store = TransformersStore(path, template, model_identity(model, revision, extra or {}), config, mode=mode, io=io)
     store.model_config, store.layer_groups = model.config, groups
+    store.goes_on_at_once = goes_on
+    if not goes_on:
+        log.warning(
+            "%s does not read its recurrent states when it computes several tokens: compute what is saved in one forward "
+            "pass, and what follows, on a loaded cache too, one token a pass; else it forgets all tokens before",
+            type(model).__name__,
+        )
     return store
 
 
-def save_cache(store: KVStore, input_ids: torch.Tensor | Sequence[int], cache: DynamicCache) -> PutResult:
+def save_cache(
+    store: KVStore, input_ids: torch.Tensor | Sequence[int], cache: DynamicCache, *, tokens: int | None = None
+) -> PutResult:
     """Store every whole block that a DynamicCache holds, under the chained hashes of its tokens.
 
     input_ids: the request's token ids from its first on, [tokens] or [1, tokens] integers; at least as many as the
     cache holds. cache: as the model of `open_store` filled it, without padding; it must not change during the call.
+    tokens: how many the cache holds. A model without attention must be told, since recurrent states do not count: a wrong
+    number stores a state under other tokens than its own. Elsewhere the cache says so, and another number is refused.
     The result has one entry a block, none where the cache holds less than one.
+
+    A recurrent state is of all tokens so far: it is stored where these end at a block's end, and then a prefix up to there
+    can be loaded. So save after a prefill of a multiple of block_size tokens, and then compute the rest; elsewhere the log
+    says once that no state was stored. Of a model without attention, the blocks before are `failed` for the reason
+    "no_state".
 
     A sliding-window layer drops tokens as soon as its window has passed them, and with them blocks that a prefix of the
     request needs. The caches of `load_cache`, also empty ones, keep them; elsewhere call `cache.activate_past_recording()`
@@ -105,23 +134,24 @@ def save_cache(store: KVStore, input_ids: torch.Tensor | Sequence[int], cache: D
     are stored for the others alone, and a warning says how much of the request can be loaded; what no layer has any
     longer is `failed` for the reason "slid_out".
 
-    Raises InvalidTokens, InvalidCache or one of its kinds (a batch, other layers or shapes, another kind of cache),
-    EngineError for another store, or what `put_blocks` raises; then nothing was stored.
+    Raises InvalidTokens, InvalidCache or one of its kinds (a batch, other layers or shapes, another kind of cache, states
+    that record their past), EngineError for another store, or what `put_blocks` raises; then nothing was stored.
     """
     bound = _bound(store)
     ids = _token_ids(input_ids)
-    tokens = _cached_tokens(bound, cache)
-    if tokens > ids.size:
-        raise InvalidTokens(f"{ids.size} input_ids, the cache holds {tokens} tokens: pass the id of every cached token")
-    size = _block_size(bound)
-    hashes = chain_hashes(ids[: tokens // size * size], size)
-    held = {group: blocks for group in bound.layer_groups if hashes and (blocks := group.held(cache, size))}
+    count = _cached_tokens(bound, cache, tokens)
+    if count > ids.size:
+        raise InvalidTokens(f"{ids.size} input_ids, the cache holds {count} tokens: pass the id of every cached token")
+    size, lost = _block_size(bound), SLID_OUT if _of_tokens(bound) else NO_STATE
+    hashes = chain_hashes(ids[: count // size * size], size)
+    held = {group: blocks for group in bound.layer_groups if hashes and (blocks := group.held(cache, count, size))}
+    _tell_of_unsaved_states(bound, hashes, held, count)
     if not held:
-        return _together(len(hashes), [(range(0), bound.put_blocks([], [], group=bound.layer_groups[0].number))])
+        return _together(len(hashes), [(range(0), bound.put_blocks([], [], group=bound.layer_groups[0].number))], lost)
     target = bound.attach(paged(cache, held, size))
     put = [(blocks, _put(target, group, blocks, hashes)) for group, blocks in held.items()]
     _warn_of_lost_windows(bound, hashes, held)
-    return _together(len(hashes), put)
+    return _together(len(hashes), put, lost)
 
 
 def load_cache(store: KVStore, input_ids: torch.Tensor | Sequence[int]) -> tuple[DynamicCache, int]:
@@ -130,8 +160,10 @@ def load_cache(store: KVStore, input_ids: torch.Tensor | Sequence[int]) -> tuple
     input_ids: the prompt's token ids, [tokens] or [1, tokens] integers. At least one token is left to compute; go on
     with `model(input_ids[:, tokens:], cache=cache)` or `generate(input_ids, cache=cache)` (before transformers 5.24 the
     argument is past_key_values). The prefix ends before the first block that is missing or was refused; of
-    sliding-window layers it needs the blocks in the window before its end. Without one the cache is empty and the
-    number 0. The cache belongs to the caller. Its sliding-window layers keep what they are given, until `cache.crop(0)`.
+    sliding-window layers it needs the blocks in the window before its end, of recurrent states the one that was saved there:
+    it ends where some `save_cache` stored them. Without one the cache is empty and the number 0. The cache belongs to the
+    caller. Its sliding-window layers keep what they are given, until `cache.crop(0)`. Where `store.goes_on_at_once` is False,
+    go on with one token a forward pass: the model reads its recurrent states in no other.
 
     Raises InvalidTokens, EngineError for another store, or what `get_blocks` raises.
     """
@@ -206,7 +238,12 @@ def _bound(store: object) -> TransformersStore:
 
 
 def _block_size(store: TransformersStore) -> int:
-    return next(iter(store.cache.groups.values())).block_size
+    return next(iter(store.cache.all_groups.values())).block_size
+
+
+def _of_tokens(store: TransformersStore) -> list[LayerGroup]:
+    """The groups that keep tokens, not states."""
+    return [group for group in store.layer_groups if group.type != STATES]
 
 
 def _put(target: KVStore, group: LayerGroup, blocks: range, hashes: Sequence[bytes]) -> PutResult:
@@ -216,15 +253,15 @@ def _put(target: KVStore, group: LayerGroup, blocks: range, hashes: Sequence[byt
     return target.put_blocks(own, range(len(blocks)), blocks.start, group=group.number, parent=parent)
 
 
-def _together(blocks: int, parts: Sequence[tuple[range, PutResult]]) -> PutResult:
+def _together(blocks: int, parts: Sequence[tuple[range, PutResult]], lost: str) -> PutResult:
     """What became of a request's blocks in all groups. parts: of each group the blocks' positions and what became of them.
-    A block is stored where a group stored it, present where all had it, failed where one failed."""
+    A block is stored where a group stored it, present where all had it, failed where one failed, or none had it: `lost`."""
     stored, seen, failed = np.zeros(blocks, bool), np.zeros(blocks, bool), dict[int, str]()
     for own, put in parts:
         stored[own.start : own.stop] |= put.stored
         seen[own.start : own.stop] = True
         failed |= {own.start + index: reason for index, reason in put.failed.items()}
-    failed |= dict.fromkeys(map(int, np.flatnonzero(~seen)), SLID_OUT)
+    failed |= dict.fromkeys(map(int, np.flatnonzero(~seen)), lost)
     stored[list(failed)] = False
     present = ~stored
     present[list(failed)] = False
@@ -236,9 +273,10 @@ def _warn_of_lost_windows(store: TransformersStore, hashes: Sequence[bytes], hel
     size = _block_size(store)
     end = len(hashes) * size
     none = range(len(hashes), len(hashes))
-    if all(held.get(group, none).start <= group.needed(end, size).start for group in store.layer_groups):
+    groups = _of_tokens(store)
+    if all(held.get(group, none).start <= group.needed(end, size).start for group in groups):
         return
-    found = store.match_tokens({group.number: hashes for group in store.layer_groups})
+    found = store.match_tokens({group.number: hashes for group in groups})
     if found < end:
         log.warning(
             "the first %d of %d saved tokens can be loaded: sliding-window layers had dropped what the others need; use the "
@@ -248,11 +286,30 @@ def _warn_of_lost_windows(store: TransformersStore, hashes: Sequence[bytes], hel
         )
 
 
+def _tell_of_unsaved_states(
+    store: TransformersStore, hashes: Sequence[bytes], held: Mapping[LayerGroup, range], tokens: int
+) -> None:
+    """Say so, once a store, where states are of tokens that do not end at a block's end."""
+    if (
+        not hashes
+        or store.unsaved_states_told
+        or all(group in held for group in store.layer_groups if group.type == STATES)
+    ):
+        return
+    store.unsaved_states_told = True
+    log.warning(
+        "the recurrent states after %d tokens are not stored, since no block of %d tokens ends there, and attention without "
+        "them is not loaded: call save_cache after a prefill of a multiple of %d tokens, %d for this prompt, and compute "
+        "the rest after it; this is said once a store",
+        *(tokens, _block_size(store), _block_size(store), len(hashes) * _block_size(store)),
+    )
+
+
 def _load(store: TransformersStore, hashes: Sequence[bytes], size: int) -> tuple[DynamicCache, int]:
     """Load a prefix of which everything is said to be there: the cache, and how many tokens of it may be used."""
     cache, end = _empty_cache(store), len(hashes) * size
     needed = {group: group.needed(end, size) for group in store.layer_groups}
-    for group, layer, parts in _layers(store, cache):
+    for group, layer, _, parts in _layers(store, cache):
         group.make_room(layer, parts, needed[group], size)
     wanted = {group: own for group, own in needed.items() if own}
     if not wanted:
@@ -262,59 +319,69 @@ def _load(store: TransformersStore, hashes: Sequence[bytes], size: int) -> tuple
     )
     if got.tokens:
         # What was refused is undefined: it must not stay inside the tensors.
-        for group, layer, _ in _layers(store, cache):
+        for group, layer, *_ in _layers(store, cache):
             group.cut(layer, got.tokens)
     return cache, got.tokens
 
 
-def _layers(store: TransformersStore, cache: DynamicCache) -> Iterator[tuple[LayerGroup, Any, LayerTensors]]:
-    """The layers of a cache of the store's model: each one's group, itself, and what a block of it looks like."""
+def _layers(store: TransformersStore, cache: DynamicCache) -> Iterator[tuple[LayerGroup, Any, int, Parts]]:
+    """The layers of a cache of the store's model by group: each one's group, itself, its index, and what a block of it looks
+    like."""
     for group in store.layer_groups:
         for index in group.layers:
-            yield group, cache.layers[index], store.cache.tensors[group.name(index)]
+            yield group, cache.layers[index], index, parts_of(store.cache, group.name(index))
 
 
 def _empty_cache(store: TransformersStore) -> DynamicCache:
     cache = cache_utils().DynamicCache(config=store.model_config)
-    for group, layer, _ in _layers(store, cache):
+    for group, layer, *_ in _layers(store, cache):
         group.record(layer)
     return cache
 
 
-def _cached_tokens(store: TransformersStore, cache: Any) -> int:
-    """How many tokens a cache of the store's model holds; raises where it is another kind, or of another model."""
-    expected = store.cache.tensors
+def _cached_tokens(store: TransformersStore, cache: Any, tokens: int | None) -> int:
+    """How many tokens a cache of the store's model holds; raises where it is another kind, or of another model, or holds
+    another number than the caller says."""
     if type(cache) is not cache_utils().DynamicCache:
         raise UnsupportedCache(
             f"cache is a {type(cache).__name__}: expected a DynamicCache, as model(..., use_cache=True) returns it"
         )
-    layers = cache.layers
-    check_kinds(layers)
-    if not any(layer.is_initialized for layer in layers):
-        return 0
-    if len(layers) != len(expected):
-        raise InvalidCache(
-            f"the cache has {len(layers)} layers, the model of the store {len(expected)}: pass its cache"
+    check_kinds(cache.layers)
+    if not any(filled(layer) for layer in cache.layers):
+        return _agreed(0, tokens)
+    check_keeps(cache.layers, store.layer_groups)
+    counted = [int(layer.get_seq_length()) for layer in cache.layers if keeps_tokens(layer)]
+    count = _agreed(counted[0] if counted else None, tokens)
+    for group, layer, index, parts in _layers(store, cache):
+        group.check(layer, index, parts, count)
+    return count
+
+
+def _agreed(counted: int | None, tokens: int | None) -> int:
+    """How many tokens a cache holds. counted: what its attention says; None: it has none. tokens: what the caller says."""
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
+        raise InvalidTokens(f"tokens is {tokens!r}: expected how many tokens the cache holds, 0 or more")
+    if tokens is None and counted is None:
+        raise InvalidTokens(
+            "the cache has recurrent states alone, which do not tell of how many tokens they are: pass tokens=, the number "
+            "that the model has computed with it (after `generate`, one less than it returned)"
         )
-    tokens = int(layers[0].get_seq_length())
-    for group in store.layer_groups:
-        for index in group.layers:
-            group.check(layers[index], index, expected[group.name(index)], tokens)
-    return tokens
+    if counted is not None and tokens not in (None, counted):
+        raise InvalidTokens(f"tokens is {tokens}, the cache holds {counted}: pass its own number, or none")
+    return counted if counted is not None else tokens or 0
 
 
 def _template(model: Any, block_size: int) -> tuple[PagedKVCache, tuple[LayerGroup, ...]]:
     """One block with the shapes, dtype and device of the KV that the model makes of one token; and its groups."""
     check_kinds(cache_utils().DynamicCache(config=model.config).layers)
-    with torch.no_grad():
-        output = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True)
-    cache = output["cache"] if "cache" in output else output["past_key_values"]
+    cache = cache_of(compute(model, 1))
     check_kinds(cache.layers)
-    unused = [index for index, layer in enumerate(cache.layers) if not layer.is_initialized]
+    unused = [index for index, layer in enumerate(cache.layers) if not filled(layer)]
     if unused or not cache.layers:
         raise UnsupportedCache(
-            f"{type(model).__name__} keeps no KV in the layers {unused}: expected a model whose layers each have their own"
+            f"{type(model).__name__} keeps nothing in the layers {unused}: expected a model whose layers each have tokens or "
+            "states of their own"
         )
     groups = layer_groups(cache.layers)
     blank = {g.name(index): g.blank(cache.layers[index], block_size) for g in groups for index in g.layers}
-    return described(blank, groups), groups
+    return described(blank, groups, block_size), groups

@@ -1,8 +1,10 @@
-"""What a store must know of a transformers model: whether its KV can be told apart by tokens, and its identity."""
+"""What a store must know of a transformers model: whether its KV can be told apart by tokens, whether it goes on from states,
+and its identity."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any, Final
@@ -10,6 +12,7 @@ from typing import Any, Final
 import torch
 from xxhash import xxh3_128_digest
 
+from kvstore.engines.transformers_states import RECURRENT
 from kvstore.errors import EngineError, IdentityError, UnsupportedCache
 from kvstore.identity import CacheIdentity, Scalar
 
@@ -21,6 +24,8 @@ RUN_SETTINGS: Final = frozenset(
     )
 )
 """What a model's configuration says about saving and running it, not about what it computes."""
+CACHE_NAMES: Final = ("cache", "past_key_values", "cache_params")
+"""What transformers calls the cache, by version and model."""
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 """Rope types that choose frequencies by the length of the whole prompt: the same tokens then have several KVs."""
 
@@ -38,6 +43,37 @@ def check_model(model: Any) -> None:
             f"{type(model).__name__} has rope of type {', '.join(bad)}, whose keys depend on the length of the whole prompt: "
             "its blocks cannot be told apart by their tokens; expected rope that depends on positions alone"
         )
+
+
+def compute(model: Any, tokens: int, cache: Any = None) -> Any:
+    """A forward pass over the tokens 0, 1 and so on: the output. cache: where it goes on."""
+    ids = torch.arange(tokens, device=model.device)[None]
+    name = next((name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters), CACHE_NAMES[0])
+    with torch.no_grad():
+        return model(ids, use_cache=True, **({} if cache is None else {name: cache}))
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in what a forward pass returned."""
+    return next(output[name] for name in CACHE_NAMES if name in output)
+
+
+def goes_on_at_once(model: Any) -> bool:
+    """Whether a forward pass over several tokens goes on from recurrent states, where there are any. Some models read them
+    for a single token alone, and take several for a request's first ones: then other states lead to the same."""
+    said = []
+    for value in (1.0, -1.0):
+        cache = cache_of(compute(model, 1))
+        states = [
+            state for layer in cache.layers for state in getattr(layer, RECURRENT, {}).values() if state is not None
+        ]
+        if not states:
+            return True
+        for state in states:
+            state.fill_(value)
+        # Several tokens, as one may be padding, whose embedding is 0 and reads nothing.
+        said.append(compute(model, 4, cache)[0])
+    return not torch.equal(*said)
 
 
 def _rope_types(settings: object) -> set[str]:
