@@ -27,6 +27,7 @@ from kvstore.lifetime import POLL_SECONDS, Lifetime
 from kvstore.memory import check_mappable, keep_freed_memory
 from kvstore.storefile import (
     DATA_NAME,
+    REPAIR_IT,
     StoreFile,
     StoreState,
     boot_id,
@@ -206,7 +207,7 @@ class Environment(Lifetime):
         if new:
             (self.folder / DATA_NAME).unlink(missing_ok=True)
             return StorePathError(f"{self.folder}: LMDB cannot make its file: {error}: is the file system full?")
-        return StoreDamaged(f"{self.folder}: LMDB cannot open it: {error}; restore it, or remove the folder")
+        return StoreDamaged(f"{self.folder}: LMDB cannot open it: {error}; {REPAIR_IT}")
 
     def enter(self, token: object) -> None:
         """Hold the environment open for a whole call of the store; read and write transactions lie inside one.

@@ -37,6 +37,7 @@ MAGIC: Final = b"\x89kvstore"
 FORMAT_VERSION: Final = 1
 SLOT: Final = struct.Struct("<8sII Q Q 16s 16s I I Q")
 """Magic, version, slot length, hash, generation, store id, boot id, flags, reserved, creation time."""
+REPAIR_IT: Final = "repair it by `kvstore-fsck --repair`, or remove the shard's folder to start empty"
 SLOT_STRIDE: Final = 512
 """Two slots, each in a sector of its own: a torn write leaves the other one."""
 CLEAN: Final = 1
@@ -117,8 +118,7 @@ def parse_store(data: bytes, path: Path) -> StoreState:
         raise UnsupportedFormat(_newer(path, max(claimed)))
     if not found:
         raise StoreDamaged(
-            f"{path}: neither of its two slots is intact ({len(data)} bytes): it is no kvstore, or it is damaged; "
-            "restore it from a backup, or remove the shard's folder to start empty"
+            f"{path}: neither of its two slots is intact ({len(data)} bytes): it is no kvstore, or damaged; {REPAIR_IT}"
         )
     return max(found, key=lambda state: state.generation)
 
@@ -150,7 +150,7 @@ class StoreFile:
     def __init__(self, folder: Path, writable: bool) -> None:
         self.path, self._writable = folder / STORE_NAME, writable
         self._data_fd = -1
-        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY | os.O_NONBLOCK
         with path_errors(self.path, "expected a shard that a writer has made"):
             self._fd = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
         _open_files.add(self)
@@ -333,6 +333,8 @@ def newest_meta(path: Path) -> tuple[LastMeta | None, int]:
     page, since a writer makes the file longer before it writes the page. Raises OSError, StoreDamaged."""
     if not path.exists():
         return None, 0
+    if not path.is_file():
+        raise StoreDamaged(f"{path}: no plain file: look at what it is, and take it out of the shard")
     with path.open("rb") as file:
         head = os.pread(file.fileno(), 4096, 0)
         first = _meta(head)
@@ -355,9 +357,7 @@ def _tree_problem(path: Path) -> str | None:
 
 
 def _damaged(path: Path, reason: str) -> str:
-    return (
-        f"{path}: {reason}: the file is damaged; restore it from a backup, or remove the shard's folder to start empty"
-    )
+    return f"{path}: {reason}: the file is damaged; {REPAIR_IT}"
 
 
 def _meta(page: bytes) -> LastMeta | None:

@@ -284,7 +284,7 @@ for length in lengths if io_mode() == "inline" else lengths[1::4]:
         try:
             open_store(path, make_cache(), mode=mode)
         except StoreDamaged as error:
-            assert "restore it from a backup" in str(error), error
+            assert "kvstore-fsck --repair" in str(error), error
             assert data.read_bytes() == whole[:length]
         else:
             print("opened", length, mode)

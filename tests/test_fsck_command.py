@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -147,7 +148,7 @@ def test_damage_is_a_table_and_the_command_that_repairs_it(stand: Stand, path: P
     assert f"\n  kvstore-fsck --repair '{path}'\n" in ran.out
     assert f"\n  kvstore-fsck --dry-run '{path}'\n" in ran.out
     assert "--salvage" not in ran.out
-    assert f"STORAGE_HASH ...{KEY.hex()[-32:]}: chunk 1 changed" in ran.out
+    assert f"STORAGE_HASH {KEY[18:].hex()[:32]}...: chunk 1 changed" in ran.out
     assert ONE not in ran.out, "the clean one"
 
 
@@ -388,6 +389,16 @@ def test_a_path_without_a_shard_is_8(tmp_path: Path, run: Run, make: Callable[[P
     assert ran.err.startswith("error: ")
 
 
+def test_a_shard_that_this_user_may_not_look_into_is_never_left_out(
+    stand: Stand, path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("STORE", "data.mdb"):
+        (path / TWO / name).unlink()
+    monkeypatch.setattr(os, "access", lambda file, _: file != path / TWO)
+    run(path)
+    assert stand.checked == [ONE, TWO]
+
+
 def test_ctrl_c_is_32_without_a_traceback_and_ends_the_check(stand: Stand, path: Path, run: Run) -> None:
     stand.results[ONE] = [DAMAGE, KeyboardInterrupt()]
     ran = run(path)
@@ -414,6 +425,53 @@ def test_a_check_without_an_end_is_never_clean(stand: Stand, path: Path, run: Ru
     ran = run(path / ONE)
     assert ran.status == 32
     assert "clean" not in ran.out
+
+
+def test_the_command_that_goes_on_is_about_the_same_records(stand: Stand, path: Path, run: Run) -> None:
+    stand.results[ONE] = [Summary(5, 5, 10, 1.0, {}, [], cancelled=True)]
+    ran = run("--prefix", "ab", "--jobs", "2", "--rate-limit", "1.5", path)
+    assert f"\n  kvstore-fsck --resume --prefix ab --jobs 2 --rate-limit 1.5 '{path}'\n" in ran.out
+    assert "--sample 5%" in run("--sample", "5%", path).out
+    ran = run("--quick", path)
+    assert f"It has no checkpoint. Check again:\n  kvstore-fsck --quick '{path}'\n" in ran.out
+
+
+def test_ctrl_c_outside_of_the_check_is_32(path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Path) -> list[Path]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fsck, "shards_of", interrupted)
+    assert run(path).status == 32
+
+
+def test_what_nobody_thought_of_is_8_and_not_the_1_of_a_repair(stand: Stand, path: Path, run: Run) -> None:
+    stand.results[ONE] = [ValueError("a bug")]
+    ran = run(path)
+    assert ran.status == 8
+    assert "ValueError: a bug" in ran.err
+
+
+def test_a_command_can_be_pasted_whatever_is_in_the_path(tmp_path: Path) -> None:
+    for name in ("a b", "it's", "a\nb", "\x1b[31m'\\", "$(id)", os.fsdecode(b"caf\xe9\x7f")):
+        command = fsck_outcome.Run(tmp_path / name, "default", 0).command("--repair")
+        assert command.isprintable()
+        echoed = subprocess.run(["bash", "-c", f'kvstore-fsck() {{ printf %s "$2"; }}; {command}'], capture_output=True)
+        assert echoed.stdout == os.fsencode(tmp_path / name)
+
+
+def test_damage_stays_4_where_the_current_folder_is_gone(
+    stand: Stand, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(_: Path) -> str:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    (tmp_path / ONE).mkdir()
+    (tmp_path / ONE / "STORE").touch()
+    stand.results[ONE] = [DAMAGE, CLEAN]
+    monkeypatch.setattr(os.path, "abspath", gone)
+    ran = run(tmp_path / ONE)
+    assert ran.status == 4
+    assert f"kvstore-fsck --repair {tmp_path / ONE}" in ran.out
 
 
 def test_out_of_time_is_32_and_the_rest_is_named(stand: Stand, path: Path, run: Run, monkeypatch: Any) -> None:
@@ -684,6 +742,41 @@ def test_a_shard_without_its_store_file_is_damaged_and_repaired(real: Path, run:
     assert served(real) == COUNT
 
 
+def test_quarantine_is_as_private_as_the_shard(real: Path, run: Run) -> None:
+    damage(real, 1)
+    assert run("--repair", "--yes", real).status == 1
+    folders = [path for path in shard_folder(real).rglob("*") if path.is_dir()]
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o700, 0o700]
+
+
+def test_looking_into_a_store_escapes_the_names_of_folders(
+    real: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.echo", print)
+    odd = real.rename(tmp_path / "\x1b[31mstore")
+    shutil.copytree(shard_folder(odd), odd / "\x1b[31mshard")
+    for command in ("stat", "ls"):
+        app([command, str(odd)], standalone_mode=False)
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["STORE", "data.mdb"])
+def test_a_pipe_in_the_place_of_a_file_is_8_and_not_waited_for(real: Path, run: Run, tmp_path: Path, name: str) -> None:
+    (shard_folder(real) / name).unlink()
+    os.mkfifo(shard_folder(real) / name)
+    for options in ((), ("--repair", "--yes"), ("--salvage", "--output", tmp_path / "new")):
+        ran = run(*options, real)
+        assert ran.status == 8
+        assert f"{name}: it is no plain file" in ran.err
+
+
+def test_a_file_of_less_than_a_page_is_repaired(real: Path, run: Run) -> None:
+    (shard_folder(real) / "data.mdb").write_bytes(b"x")
+    assert run(real).status == 4
+    assert run("--repair", "--yes", real).status == 1
+    assert run(real).status == 0
+
+
 def test_a_store_of_a_newer_version_is_8_and_left_alone(real: Path, run: Run) -> None:
     store_file = shard_folder(real) / "STORE"
     data = bytearray(store_file.read_bytes())
@@ -785,5 +878,6 @@ def test_the_page_has_every_key_of_the_json(stand: Stand, path: Path, run: Run) 
 
 def test_the_page_names_options_that_exist(run: Run) -> None:
     known = run("--help").out
-    named = set(re.findall(r"(--[a-z][a-z-]+)", PAGE))
+    own = (line for line in PAGE.splitlines() if "kvstore bench" not in line)
+    named = set(re.findall(r"(--[a-z][a-z-]+)", "\n".join(own)))
     assert {option for option in named if option not in known} == set()

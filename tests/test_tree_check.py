@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -209,3 +211,23 @@ def test_a_deletion_that_fails_halfway_is_read_from_the_index(tmp_path: Path, mo
             store.clear()
         stats = store.stats()
         assert stats["records"] == stats["eviction_resident"] == 5
+
+
+@pytest.mark.inline("looks at the file alone")
+@pytest.mark.parametrize("name", ["STORE", "data.mdb"])
+@pytest.mark.parametrize("mode", ["rw", "r"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path, name: str, mode: str) -> None:
+    with open_store(tmp_path, make_cache(), io="inline") as store:
+        store.put_blocks(block_hashes(1), [0])
+        folder = store.folder
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    command = (
+        "import sys; from pathlib import Path; from tests.support import *\n"
+        "try: open_store(Path(sys.argv[1]), make_cache(), mode=sys.argv[2], io='inline')\n"
+        "except Exception as error: print(type(error).__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command, str(tmp_path), mode], timeout=120, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() in ("StoreDamaged", "StorePathError"), done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,8 @@ from kvstore.tools.fsck_repairing import does_nothing, plan_words, plans, repair
 from kvstore.tools.fsck_run import check_again, check_shards, oldest_first, progress_bar, terminable
 from kvstore.tools.fsck_text import show, show_advice, show_found
 
-MISUSE: Final = 2
-"""The exit status of typer for misuse, which is USAGE here: no bit of a status of this command is 2."""
+STATUSES: Final[dict[object, int]] = {2: USAGE, 130: CANCELLED}
+"""Exit statuses of typer, for misuse and Ctrl-C: this command's are a sum in which there is no 2."""
 PLAIN_WIDTH: Final = 100
 """Of a table that goes to no terminal."""
 YES: Final = "yes"
@@ -40,9 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         app(list(sys.argv[1:] if arguments is None else arguments), prog_name="kvstore-fsck")
     except SystemExit as end:
-        return USAGE if end.code == MISUSE else int(end.code or CLEAN)
+        return STATUSES.get(end.code, int(end.code or CLEAN))
     except KeyboardInterrupt:
         return CANCELLED
+    except Exception:
+        # Python's own status would be 1, which says that all was repaired.
+        traceback.print_exc()
+        return FAILED
     return CLEAN
 
 
@@ -55,7 +60,7 @@ def _version(wanted: bool) -> None:
 @app.command()
 def fsck(
     context: typer.Context,
-    store: Annotated[Path, typer.Argument(help="The folder of a store, or of one of its shards.")],
+    store: Annotated[Path, typer.Argument(help="The folder of a store, or of one of its shards.", readable=False)],
     quick: Annotated[bool, typer.Option("--quick", help="Files, trees, format and accounting alone.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Decode every record too, and sum what comes out.")] = False,
     device: Annotated[str, typer.Option(help="With --deep: where records are summed, `cpu` or `cuda`.")] = "cpu",
@@ -134,6 +139,7 @@ def fsck(
             raise typer.Exit(_salvage(store, folders, output))
         options = _usage(lambda: _options(quick, deep, device, sample, prefix, max_duration, resume, jobs, rate_limit))
         run = Run(store, options.stage, time.time(), _scope(sample, prefix), _again(quick, deep))
+        run.again = _going_on(quick, sample, prefix, jobs, rate_limit)
         raise typer.Exit(_run(run, oldest_first(folders) if resume else folders, options, ask))
     except (KVStoreError, OSError) as error:
         _fail(one_line(error))
@@ -198,6 +204,16 @@ def _scope(sample: str | None, prefix: str | None) -> str:
 def _again(quick: bool, deep: bool) -> tuple[str, ...]:
     """What a repair needs to find the same again."""
     return ("--quick",) if quick else ("--deep",) if deep else ()
+
+
+def _going_on(
+    quick: bool, sample: str | None, prefix: str | None, jobs: int, rate_limit: float | None
+) -> tuple[str, ...]:
+    """What the same check needs, besides its stage, to go on where it ended: a quick one has no checkpoint."""
+    said = [] if quick else ["--resume"]
+    said += ["--sample", sample] if sample else ["--prefix", prefix] if prefix else []
+    said += ["--jobs", str(jobs)] * (jobs > 1)
+    return (*said, *(["--rate-limit", f"{rate_limit:g}"] if rate_limit else []))
 
 
 def _terminal() -> bool:

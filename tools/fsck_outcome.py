@@ -75,13 +75,15 @@ class Checked:
 @dataclass
 class Run:
     """A run over a store. stage: quick, default or deep; started: seconds since 1970; scope: what part was looked at, in
-    words, empty for all of it; options: those that a repair needs to find the same again."""
+    words, empty for all of it; options: those that a repair needs to find the same again; again: those that go on where a
+    check ended before its time."""
 
     store: Path
     stage: str
     started: float
     scope: str = ""
     options: tuple[str, ...] = ()
+    again: tuple[str, ...] = ("--resume",)
     shards: list[Checked] = field(default_factory=list)
     interrupted: bool = False
 
@@ -124,7 +126,12 @@ class Run:
 
     def command(self, *options: str) -> str:
         """A kvstore-fsck command for this store, as it is typed into a shell, in any folder."""
-        return shlex.join(["kvstore-fsck", *self.options, *options, os.path.abspath(self.store)])
+        try:
+            store = os.path.abspath(self.store)
+        except OSError:
+            # The current folder is gone.
+            store = str(self.store)
+        return " ".join(map(quoted, ["kvstore-fsck", *self.options, *options, store]))
 
 
 def repairable(finding: Finding) -> bool:
@@ -174,6 +181,18 @@ def printable(text: str) -> str:
     """Text from untrusted bytes, on one line: what is no printable character (control characters, marks that turn the
     direction of writing, halves of surrogates) is written as an escape."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def quoted(word: str) -> str:
+    """A word as it is typed into bash, printable: what `printable` would change is written as escapes that bash reads."""
+    if word.isprintable():
+        return shlex.quote(word)
+    said = (char if char.isprintable() and char not in "'\\" else _bytes_of(char) for char in word)
+    return f"$'{''.join(said)}'"
+
+
+def _bytes_of(char: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
 def one_line(error: Exception) -> str:

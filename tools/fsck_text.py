@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.audit import PREFIX_BYTES
 from kvstore.fsck.findings import KINDS
 from kvstore.tools.fsck_outcome import Checked, Row, Run, printable, rows, size
 from kvstore.tools.fsck_words import clean_line, repair_lines, state_words, verdict_words
@@ -15,8 +16,8 @@ from kvstore.tools.fsck_words import clean_line, repair_lines, state_words, verd
 STYLES = {"good": "green", "warn": "yellow", "bad": "red"}
 MAX_EXAMPLES = 3
 """Findings of a kind that are spelled out beneath the table."""
-KEY_DIGITS = 32
-"""Digits of a key's end that are shown: the block hash is there."""
+HASH_DIGITS = 32
+"""Digits of a block hash that are shown: `kvstore show` takes the first ones."""
 
 
 def show(run: Run, console: Console) -> None:
@@ -90,9 +91,9 @@ def _examples(checked: Checked) -> list[str]:
     for row in rows(checked.findings):
         of_kind = [finding for finding in checked.findings if finding.kind == row.kind]
         for finding in of_kind[:MAX_EXAMPLES]:
-            digits = finding.key.hex()
-            key = f" ...{digits[-KEY_DIGITS:]}" if len(digits) > KEY_DIGITS else f" {digits}" if digits else ""
-            lines.append(f"  {row.kind}{key}: {printable(finding.detail)}")
+            digits = finding.key[PREFIX_BYTES:].hex() or finding.key.hex()
+            block = f" {digits[:HASH_DIGITS]}{'...' if len(digits) > HASH_DIGITS else ''}" if digits else ""
+            lines.append(f"  {row.kind}{block}: {printable(finding.detail)}")
         if row.count > MAX_EXAMPLES:
             lines.append(f"  {row.kind}: {row.count - MAX_EXAMPLES:,} more (--json lists every one)")
     return lines

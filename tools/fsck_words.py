@@ -65,7 +65,9 @@ def repair_lines(run: Run) -> list[tuple[str, str]]:
     """What to do, sentence by sentence, each with the command for it, or an empty one."""
     lines: list[tuple[str, str]] = []
     if run.interrupted or any(checked.cancelled and not checked.error for checked in run.shards):
-        lines.append(("It ended before its time. Go on from its checkpoint:", run.command("--resume")))
+        resumed = "--resume" in run.again
+        words = "Go on from its checkpoint:" if resumed else "It has no checkpoint. Check again:"
+        lines.append((f"It ended before its time. {words}", run.command(*run.again)))
     if command := run.repair_command():
         lines.append(("Repair it, with the store to itself (stop the engine that writes it):", command))
         lines.append(("See first what that would do, with nothing changed:", run.command("--dry-run")))

@@ -17,6 +17,7 @@ from kvstore.inspect import Filter, Item, find, items, opened, reading
 from kvstore.survey import Names, names_of, survey
 from kvstore.tools import look_text
 from kvstore.tools.commands import DAMAGE, FAILED, moment, nbytes
+from kvstore.tools.fsck_outcome import printable
 from kvstore.verify import Checked, Checker
 
 StoreArgument = Annotated[Path, typer.Argument(help="The folder of a store, or of one of its shards.")]
@@ -107,7 +108,7 @@ def _ls_lines(listed: Iterator[tuple[BlockDB, Item]], several: bool, as_json: bo
             yield dumped(look_text.item_object(item))
             continue
         if shard is not current:
-            yield from [f"{shard.folder}:"] * several
+            yield from [f"{printable(str(shard.folder))}:"] * several
             yield look_text.LS_HEADING
             current = shard
         yield look_text.ls_line(item)
@@ -177,7 +178,8 @@ def _gone(item: Item, as_json: bool) -> str:
     """What is said of a record that went while it was looked for."""
     if as_json:
         return dumped({"shard": item.shard, "key": item.key.hex(), "status": "gone"})
-    return f"gone     {item.shard} group {item.group} {item.block_hash.hex()}: evicted, or deleted, just now"
+    shard = printable(item.shard)
+    return f"gone     {shard} group {item.group} {item.block_hash.hex()}: evicted, or deleted, just now"
 
 
 def _status(checked: Checked) -> int:

@@ -39,7 +39,7 @@ def short(text: str) -> str:
 def stat_lines(store: Path, found: Sequence[Survey]) -> Iterator[str]:
     """A store's shards, identities and groups."""
     total = _all(found)
-    yield f"{store}: {count(len(found), 'shard')}, {count(total.records, 'record')}, {_bytes(total)}"
+    yield f"{printable(str(store))}: {count(len(found), 'shard')}, {count(total.records, 'record')}, {_bytes(total)}"
     yield ""
     yield from table([SHARD_HEADING, *map(_shard_row, found)], " rrrrrrr")
     for identity_id, names, groups in _identities(found):

@@ -170,7 +170,11 @@ class _Search:
     def _pages(self, first: int, data: bytes) -> None:
         """Chunks that leaves name, and heads of runs. A leaf may have come to lie under another's number."""
         count = len(data) // self.page_bytes
-        heads = np.frombuffer(data, np.uint8, count * self.page_bytes).reshape(count, -1)[:, :PAGE_HEADER].copy()
+        heads = (
+            np.frombuffer(data, np.uint8, count * self.page_bytes)
+            .reshape(count, self.page_bytes)[:, :PAGE_HEADER]
+            .copy()
+        )
         words, halves = heads.view("<u8"), heads.view("<u2")
         flags, lower, upper = halves[:, 5], halves[:, 6], halves[:, 7]
         leaves = (flags == P_LEAF) & (lower > PAGE_HEADER) & (lower <= upper) & (upper <= self.page_bytes)

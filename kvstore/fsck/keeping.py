@@ -58,7 +58,8 @@ class Shelf:
                 "make room on the disk and repair again; what was repaired until here stays"
             )
         part = self.folder / f"{self._number()}{PART}"
-        part.mkdir(mode=0o700, parents=True)
+        part.parent.mkdir(mode=0o700, exist_ok=True)
+        part.mkdir(mode=0o700)
         self._new.append(part)
         _write(part / "header.bin", entry)
         for number, chunk in chunks.items():

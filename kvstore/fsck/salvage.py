@@ -28,6 +28,7 @@ from kvstore.fsck.carving import JSON_START, MAX_IDENTITY_BYTES, Carved, carve, 
 from kvstore.fsck.findings import Progress
 from kvstore.fsck.pages import PAGE_HEADER, PageFile
 from kvstore.fsck.restoring import Restored, Whole
+from kvstore.fsck.shards import check_plain
 from kvstore.geometry import CHUNK_BYTES
 from kvstore.identity import IDENTITY_ID_BYTES, identity_digest
 from kvstore.record import CHUNK_ENTRY, Header, parse_header
@@ -73,6 +74,7 @@ def salvage(shard: Path, output: Path, progress: Told = quiet) -> Salvaged:
     Raises StorePathError where there is nothing to read, no room or no way to write, UnsupportedFormat for a shard of a newer
     version. What was written until then stays in `output`.
     """
+    check_plain(shard)
     _check_version(shard)
     data = shard / DATA_NAME
     with path_errors(data, "expected the folder of a shard"), PageFile(data) as file:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Final
 
 from kvstore.errors import StorePathError
 from kvstore.storefile import DATA_NAME, STORE_NAME, path_errors
 
+CLOSED: Final = "tp*of*-pp*of*"
+"""Names of shards."""
+
+
+def check_plain(shard: Path) -> None:
+    """Raise StorePathError where STORE or data.mdb is neither a file nor missing: opening a pipe may wait for ever."""
+    for path in (shard / STORE_NAME, shard / DATA_NAME):
+        with path_errors(path, "expected a shard's folder that can be read"):
+            if path.exists() and not path.is_file():
+                raise StorePathError(f"{path}: it is no plain file: look at what it is, and take it out of the shard")
+
 
 def shards(store: Path) -> list[Path]:
-    """The shards of a store, or the one shard that the path is; one that has lost its STORE file, too. Raises StorePathError
-    where there is none."""
+    """The shards of a store, or the one shard that the path is; one that has lost its STORE file, too, and one that this user
+    may not look into: nobody may take what was left out for clean. Raises StorePathError where there is none."""
     expected = "expected the folder of a store, or of one of its shards"
     with path_errors(store, expected):
         if (store / STORE_NAME).is_file() or (store / DATA_NAME).is_file():
             return [store]
-        found = sorted({file.parent for name in (STORE_NAME, DATA_NAME) for file in store.glob(f"*/{name}")})
+        there = {file.parent for name in (STORE_NAME, DATA_NAME) for file in store.glob(f"*/{name}")}
+        found = sorted(there | {folder for folder in store.glob(CLOSED) if not os.access(folder, os.R_OK | os.X_OK)})
     if not found:
         raise StorePathError(f"{store}: no shard there: {expected}")
     return found

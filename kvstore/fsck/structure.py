@@ -16,6 +16,7 @@ from lmdb.verify import VerifyError, verify
 
 from kvstore.errors import StoreDamaged, UnsupportedFormat
 from kvstore.fsck.findings import Finding
+from kvstore.fsck.shards import check_plain
 from kvstore.storefile import (
     DATA_NAME,
     MAX_MAP,
@@ -47,6 +48,7 @@ Hold = Callable[[], AbstractContextManager[object]]
 def store_file(shard: Path) -> tuple[StoreState | None, list[Finding]]:
     """What the STORE file says, and what is wrong with it. Raises StorePathError, StorePermissionError."""
     path, data = shard / STORE_NAME, shard / DATA_NAME
+    check_plain(shard)
     with path_errors(path, "expected a shard's folder that can be read"):
         if not path.exists() and not data.exists():
             raise FileNotFoundError(errno.ENOENT, "no shard there")

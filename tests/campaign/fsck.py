@@ -181,6 +181,18 @@ def truncated(shard: Path, chance: random.Random) -> set[str]:
 OF_FILES: Final = (store_file, no_meta, tree, free_list, truncated)
 
 
+def last_page_in_use(shard: Path) -> int:
+    """The last page that any tree reaches: what was cut off behind it was free."""
+    with PageFile(shard / DATA_NAME) as file:
+        meta = file.metas[0]
+        roots = [meta.free.root, meta.main.root, *(tree.root for tree in file.databases(meta).values())]
+        last = 1
+        for number, page in (found for root in roots for found in file.walk(root)):
+            runs = leaf_nodes(page) if page[10] == 2 else ()
+            last = max(last, number, *(n.run + file.run_pages(n.size) - 1 for n in runs if n.run is not None))
+        return last
+
+
 def pages_of(shard: Path) -> dict[bytes, set[int]]:
     """By index key the pages on which its entry and its chunks lie."""
     found: dict[bytes, set[int]] = {}
@@ -232,10 +244,12 @@ def plant(subject: Subject, shard: Path, chance: random.Random) -> tuple[Planted
             to.expected.add(("ACCOUNTING", b""))
     if chance.random() < 0.6:
         return to, set(), False
-    places = pages_of(shard)
+    places, last = pages_of(shard), last_page_in_use(shard)
     work = chance.choice(OF_FILES)
     kinds = work(shard, chance)
     end = (shard / DATA_NAME).stat().st_size // PAGE
+    if work is truncated and end > last:
+        return to, set(), False
     to.hurt |= {key for key, pages in places.items() if max(pages) >= end}
     return to, kinds, work is not store_file
 
