@@ -81,12 +81,13 @@ class BlockDB(Following):
         self.quarantine = Quarantine(self._quarantined, most)
 
     @contextmanager
-    def read(self) -> Iterator[ReadView]:
-        """A snapshot inside a call; keep it short, since pages freed meanwhile are not reused."""
+    def read(self, wait: bool = True) -> Iterator[ReadView]:
+        """A snapshot inside a call; keep it short, since pages freed meanwhile are not reused. wait: False where the call has
+        a snapshot of another shard (`_begin`)."""
         if self.gone:
             yield NOTHING
             return
-        with self._begin() as txn:
+        with self._begin(wait) as txn:
             yield ReadView(txn, self._index, self._payload, self._quarantined)
 
     def identity(self, identity_id: bytes) -> bytes | None:

@@ -15,11 +15,12 @@ from typing import Final
 
 import torch
 
-from kvstore.cache import CacheGroup, PagedKVCache
+from kvstore.cache import AnyGroup, PagedKVCache, StateGroup
 from kvstore.checksum import (
     KVChecksumBlocks,
     KVChecksumRecord,
     KVChecksumScheduled,
+    ReplicaKey,
     UInt64Array,
     block_checksum_tags,
 )
@@ -32,7 +33,7 @@ from kvstore.span import Span, check_hashes, check_span
 from kvstore.transfer import route_of
 
 log = logging.getLogger(__name__)
-STATES_SKIPPED: Final = "its layers keep Mamba states, which a store verifies and this worker does not sum"
+ONE_COPY: Final = ReplicaKey(1, 0)
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ class KVChecksumWorker:
         fingerprints: Mapping[int, int] | None = None,
     ) -> None:
         self._cache, self._rank, self._tags = cache, rank, dict(fingerprints or {})
-        self._skipped = dict(cache.skipped) | dict.fromkeys(cache.state_groups, STATES_SKIPPED)
+        self._skipped = dict(cache.skipped)
         self._groups: dict[int, _Group] = {}
-        for number, group in sorted(cache.groups.items()):
+        for number, group in sorted(cache.all_groups.items()):
             try:
                 self._groups[number] = _Group(cache, number, group, rank, kv_heads or {})
             except UnsupportedCache as error:
@@ -123,9 +124,8 @@ class KVChecksumWorker:
         """
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
             raise ConfigError(f"num_blocks is {num_blocks!r}: expected the number of the cache's blocks")
-        first = next(iter(self._cache.tensors.values()))
-        tensor = first if isinstance(first, torch.Tensor) else first[0]
-        return torch.zeros(num_blocks, dtype=torch.int64, device=tensor.device)
+        device = next(iter(self._cache.all_groups.values())).device if self._cache.all_groups else None
+        return torch.zeros(num_blocks, dtype=torch.int64, device=device)
 
     def execute(
         self,
@@ -218,18 +218,21 @@ class _Group:
     cache alive, whose addresses the ways hold. Raises UnsupportedCache."""
 
     def __init__(
-        self, cache: PagedKVCache, number: int, group: object, rank: Rank, kv_heads: Mapping[str, int]
+        self, cache: PagedKVCache, number: int, group: AnyGroup, rank: Rank, kv_heads: Mapping[str, int]
     ) -> None:
-        if not isinstance(group, CacheGroup):
-            raise UnsupportedCache(f"a {type(group).__name__} is no cache of tokens, which alone is summed")
         self.number, self.group, self._cache = number, group, cache
         self.fingerprint = layers_fingerprint(layer.spec(number) for layer in group.layers)
+        if isinstance(group, StateGroup):
+            _check_single(group, rank)
+            self.ways: list[Way] = [(ONE_COPY, route_of(cache, number))]
+            self.start: Callable[[GroupPlan], Sums] = partial(HostSums, ways=self.ways)
+            return
         keys = dict(zip(group.layers, replica_keys(group, rank, kv_heads), strict=True))
-        self.ways: list[Way] = []
+        self.ways = []
         for key in sorted(set(keys.values())):
             members = group.restricted([layer for layer in group.layers if keys[layer] == key])
             self.ways.append((key, route_of(replace(cache, groups={number: members}), number)))
-        self.start: Callable[[GroupPlan], Sums] = _starter(self.ways)
+        self.start = _starter(self.ways)
 
     def check_block_checksums(self, tensor: torch.Tensor, span: Span) -> None:
         """Raises InvalidShape or InvalidBlockId where a tensor has no entries for these blocks."""
@@ -249,6 +252,18 @@ class _Group:
                 f"block {last} has no entry in block_checksums[{self.number}] of {tensor.numel()} blocks: make it with the "
                 "number of the cache's blocks"
             )
+
+
+def _check_single(group: StateGroup, rank: Rank) -> None:
+    """Raise UnsupportedCache where several ranks have the same rows: each copy would be added to the sum."""
+    for layer in group.layers:
+        for state in layer.states:
+            rows = sum(count for _, count in state.merged_rows)
+            if state.model_rows and rows * rank.tp_size > state.model_rows:
+                raise UnsupportedCache(
+                    f"layer {layer.name}: {rows} rows of {state.model_rows} on each of {rank.tp_size} ranks: some have the "
+                    "same ones, and sums of states are kept for one copy alone"
+                )
 
 
 def _starter(ways: Sequence[Way]) -> Callable[[GroupPlan], Sums]:

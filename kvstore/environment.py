@@ -245,13 +245,16 @@ class Environment(Lifetime):
             self._broken = False
             log.warning("%s: LMDB failed to write, and was opened anew", self.folder)
 
-    def _begin(self) -> Any:
-        """A read transaction for a call. Another process may have grown the file past the map."""
+    def _begin(self, wait: bool = True) -> Any:
+        """A read transaction for a call. Another process may have grown the file past the map, which is adopted once every
+        call waits for it: a call that has a transaction of another shard must not, and gets lmdb.MapResizedError."""
         while True:
             seen = self._maps
             try:
                 return self._env.begin(buffers=True)
             except lmdb.MapResizedError:
+                if not wait:
+                    raise
                 self._map_anew(seen)
 
     def _map_anew(self, seen: int) -> None:

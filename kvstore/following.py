@@ -74,10 +74,10 @@ class Following(Compactable):
         super().enter(token)
         self._tidy()
 
-    def _begin(self) -> Any:
+    def _begin(self, wait: bool = True) -> Any:
         if self.gone:
             raise lmdb.Error("the shard was removed or replaced, and what lies there cannot be opened")
-        return super()._begin()
+        return super()._begin(wait)
 
     def _follow(self) -> None:
         """See now and then that the files are the shard's, and that a shard that is gone stays so."""

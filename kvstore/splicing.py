@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import lmdb
@@ -98,8 +98,12 @@ class Splicing:
         with ExitStack() as stack:
             views = dict[Shard, ReadView]()
             for shard in shards.values():
+                # Maps that are too small are made larger here, where this call has no snapshot that others wait for.
+                with suppress(lmdb.Error), shard.db.read():
+                    pass
+            for shard in shards.values():
                 try:
-                    views[shard] = stack.enter_context(shard.db.read())
+                    views[shard] = stack.enter_context(shard.db.read(wait=False))
                 except lmdb.Error as error:
                     log.error("%s: not read: LMDB: %s", shard.db.folder, error)
             yield views
@@ -305,11 +309,12 @@ def refuse(part: Part | Damaged, rejection: Rejection) -> Rejection:
 
 
 @contextmanager
-def entered(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
-    """The shards that are open, held open meanwhile."""
-    token, held = object(), list[Shard]()
+def entered(own: Shard, others: Sequence[Shard]) -> Iterator[list[Shard]]:
+    """A rank's own shard, which its call has entered already, and once only, and those of the others that are open, held open
+    meanwhile: `Environment` counts the calls that wait for a larger map."""
+    token, held = object(), [own]
     try:
-        for shard in shards:
+        for shard in others:
             try:
                 shard.db.enter(token)
             except (StoreClosed, StoreForked):
@@ -317,5 +322,5 @@ def entered(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
             held.append(shard)
         yield held
     finally:
-        for shard in shards:
+        for shard in others:
             shard.db.calls.discard(token)

@@ -41,7 +41,7 @@ class WideGet(Fetching):
         super().read(sink)
         left = sorted(self.missing)
         if left:
-            with entered([self.shard, *self._siblings.shards()]) as shards:
+            with entered(self.shard, self._siblings.shards()) as shards:
                 self._spliced = spliced = Splicing(self.question, shards)
                 spliced.read(left, sink, self.shard.config.read_batch_bytes)
             self._take(spliced)
@@ -76,14 +76,14 @@ class WideGet(Fetching):
         spliced = [i for i in expected if i not in self._values]
         if not spliced or self._spliced is None:
             return own
-        with entered(self._spliced.shards):
+        with entered(self.shard, self._spliced.shards[1:]):
             return own | {index: self._spliced.doubt(index) for index in spliced}
 
     def refuse(self, rejections: Mapping[int, Rejection]) -> None:
         super().refuse({i: r for i, r in rejections.items() if i in self._values})
         spliced = {i: r for i, r in rejections.items() if i not in self._values}
         if spliced and self._spliced is not None:
-            with entered(self._spliced.shards):
+            with entered(self.shard, self._spliced.shards[1:]):
                 for index, rejection in spliced.items():
                     self._spliced.refuse(index, rejection)
             self.rejected |= spliced
@@ -134,5 +134,5 @@ def _runs(
     indices: Sequence[int],
 ) -> list[Run]:
     valid = np.full(len(hashes), shape.block_size, np.int64)
-    with entered([shard, *siblings.shards()]) as shards:
+    with entered(shard, siblings.shards()) as shards:
         return Covering(Question(shape, hashes, 0, valid, finer=finer), shards, open_ended=True).plan(indices)

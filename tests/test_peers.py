@@ -166,9 +166,9 @@ def test_3_a_record_of_another_geometry_is_refused(tmp_path: Path) -> None:
     with open_store(tmp_path, make_cache(heads=2, tokens=4)) as store:
         store.put_blocks(HASHES[:1], [0])
         specs = store.identity
-        small = PagedKVCache.from_tensors(layer_tensors("BHNC", heads=2, tokens=2), "BHNC")
+        small = PagedKVCache.from_tensors(layer_tensors("BHNC", heads=2, tokens=3), "BHNC")
         assert store.attach(small).get_blocks(HASHES[:1], [0]).rejected[0].kind == "geometry"
-    one_head = PagedKVCache.from_tensors(layer_tensors("BHNC", heads=1, tokens=8), "BHNC")
+    one_head = PagedKVCache.from_tensors(layer_tensors("BHNC", heads=1, tokens=6), "BHNC")
     with open_store(tmp_path, one_head, identity=specs) as store:
         assert store.get_blocks(HASHES[:1], [0]).rejected[0].kind == "geometry"
 
