@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import pytest
 from kvstore import KVStore, PagedKVCache, Rank
 from kvstore.errors import ConfigError, LengthMismatch, StorePathError
 from tests.splitmodel import STEP, Model, Split
-from tests.support import SMALL, io_mode, open_store
+from tests.support import LAYOUTS, SMALL, io_mode, open_store
 
 pytestmark = pytest.mark.both
 
@@ -118,6 +119,28 @@ def test_blocks_of_several_sizes_follow_each_other(tmp_path: Path) -> None:
         assert store.put_blocks(model.hashes(small)[4:], model.ids(small)[4:], start=4).stored.all()
     for loaded in (small, large, Split(2, 2, 8)):
         check_all(model, tmp_path, loaded, steps=True)
+
+
+def random_split(rng: random.Random, model: Model) -> Split:
+    """Any split that the model has: heads over ranks evenly or as copies, layers over stages evenly."""
+    ranks = [n for n in (1, 2, 3, 4, 6, 8) if n <= 2 * model.heads and not max(n, model.heads) % min(n, model.heads)]
+    stages = [n for n in (1, 2, 3, 4) if not model.layers % n]
+    return Split(rng.choice(ranks), rng.choice(stages), rng.choice((4, 8, 16)), rng.choice(LAYOUTS))
+
+
+@pytest.mark.inline("opens hundreds of stores")
+@pytest.mark.parametrize("seed", range(20))
+def test_random_models_of_random_splits(tmp_path: Path, seed: int) -> None:
+    """Several sides of one store write a part of the request each, and all load it, as far as anybody wrote it whole."""
+    rng = random.Random(seed)
+    sizes = {"layers": rng.choice((1, 2, 3, 4, 6)), "heads": rng.choice((1, 2, 3, 4)), "tokens": rng.randrange(17, 49)}
+    cell = rng.choice((8, 16, 24))
+    model = Model(k=cell, v=cell, seed=seed, **sizes)
+    model.put(tmp_path, random_split(rng, model), replace(SMALL, codec=rng.choice(("raw", "bf16-planes"))))
+    if rng.random() < 0.5:
+        model.put(tmp_path, random_split(rng, model))
+    for _ in range(2):
+        check_all(model, tmp_path, random_split(rng, model), steps=True)
 
 
 def test_a_part_of_a_larger_block_alone_is_a_miss(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from tests.records import change, opened
 from tests.support import MIB, flip
 
 RECORDS: Final = 40
+KEEP: Final = "KVSTORE_CAMPAIGN_KEEP"
+"""The environment variable that names a folder where the shards of faults that went wrong are kept, as they were and are."""
 LEAST_SALVAGED: Final = 0.99
 FORMS: Final = (((0, 0, 1, 1, 2), ("raw", "bf16-planes")), ((1,), ("raw",)), ((2,), ("bf16-planes",)))
 """Sizes and codecs of the records of each subject: mixed, and single ones."""
@@ -320,6 +323,9 @@ def fsck(context: Context) -> Iterator[Outcome]:
         subject = known[number % len(known)]
         with context.folder(number) as path:
             verdict = judge(subject, subject.copy(path / "shard"), chance)
+            if (verdict.broken or verdict.wrong) and (keep := os.environ.get(KEEP)):
+                shutil.copytree(path, Path(keep) / f"fault-{number}")
+                subject.copy(Path(keep) / f"subject-{number}")
         context.count("records", len(subject.records))
         kind = Kind.WRONG_SERVED if verdict.wrong else Kind.BROKEN if verdict.broken else Kind.DETECTED
         yield Outcome(number, kind, verdict.wrong or verdict.broken)
