@@ -25,6 +25,7 @@ from kvstore.errors import (
 )
 from kvstore.lifetime import POLL_SECONDS, Lifetime
 from kvstore.memory import check_mappable, keep_freed_memory
+from kvstore.plain import check_plain
 from kvstore.storefile import (
     DATA_NAME,
     REPAIR_IT,
@@ -102,6 +103,7 @@ class Environment(Lifetime):
     def _open(self, patience_s: float) -> None:
         if self.writable:
             make_folder(self.folder)
+        check_plain(self.folder)
         check_strangers(self.folder)
         self.store_file = StoreFile(self.folder, self.writable)
         try:

@@ -22,6 +22,7 @@ from kvstore.codec import codec_named
 from kvstore.config import MIB
 from kvstore.errors import AmbiguousKey, ConfigError, StoreDamaged, UnknownRecord
 from kvstore.identity import IDENTITY_ID_BYTES
+from kvstore.plain import check_plain
 from kvstore.quarantine import Entry, parse_entry
 from kvstore.record import KEY_BYTES, Header, parse_header
 from kvstore.results import Rejection
@@ -60,6 +61,7 @@ def opened(
 
 def _capacity(folder: Path) -> int:
     """The capacity that a shard's file was made for, as far as it says."""
+    check_plain(folder)
     data = folder / DATA_NAME
     with path_errors(data, "expected a shard that a writer has made"):
         size = data.stat().st_size if data.exists() else 0

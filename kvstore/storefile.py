@@ -150,7 +150,7 @@ class StoreFile:
     def __init__(self, folder: Path, writable: bool) -> None:
         self.path, self._writable = folder / STORE_NAME, writable
         self._data_fd = -1
-        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY | os.O_NONBLOCK
+        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         with path_errors(self.path, "expected a shard that a writer has made"):
             self._fd = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
         _open_files.add(self)
@@ -333,8 +333,6 @@ def newest_meta(path: Path) -> tuple[LastMeta | None, int]:
     page, since a writer makes the file longer before it writes the page. Raises OSError, StoreDamaged."""
     if not path.exists():
         return None, 0
-    if not path.is_file():
-        raise StoreDamaged(f"{path}: no plain file: look at what it is, and take it out of the shard")
     with path.open("rb") as file:
         head = os.pread(file.fileno(), 4096, 0)
         first = _meta(head)

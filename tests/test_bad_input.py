@@ -580,7 +580,7 @@ def test_a_version_that_is_a_flipped_bit_leaves_the_other_slot(closed: Path, cac
 @pytest.mark.parametrize("garbage", [b"not a store at all", bytes(4096), os.urandom(64) * 16, b"\x89kvstore"])
 def test_a_store_file_of_garbage_is_refused(closed: Path, tmp_path: Path, cache: PagedKVCache, garbage: bytes) -> None:
     (closed / STORE_NAME).write_bytes(garbage)
-    words = (STORE_NAME, "neither", "backup", "remove the shard's folder")
+    words = (STORE_NAME, "neither", "kvstore-fsck --repair", "remove the shard's folder")
     refused_by_both(errors.StoreDamaged, *words, folder=tmp_path, cache=cache)
 
 
@@ -604,7 +604,7 @@ def test_a_slot_is_as_long_as_its_struct_says() -> None:
 def test_a_folder_where_a_file_belongs_is_refused(closed: Path, tmp_path: Path, cache: PagedKVCache, name: str) -> None:
     (closed / name).unlink()
     (closed / name).mkdir()
-    refused_by_both(errors.StorePathError, "s a directory", "expected", folder=tmp_path, cache=cache)
+    refused_by_both(errors.StorePathError, name, "no plain file", "take it out", folder=tmp_path, cache=cache)
 
 
 # --- two at once, after close, after fork, read-only ---------------------------------------------------------------

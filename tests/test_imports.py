@@ -39,6 +39,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("eviction_choice",),
     ("eviction_base",),
     ("eviction",),
+    ("plain",),
     ("config", "environment", "identity", "layout"),
     ("group", "messages", "sharedmemory", "states"),
     ("loops_states_numpy", "statetensors"),

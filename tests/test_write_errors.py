@@ -121,7 +121,7 @@ def test_an_lmdb_that_cannot_be_opened_anew_fails_calls_until_it_can(
 
 @pytest.mark.inline("breaks what reads or writes the shard")
 def test_a_put_that_cannot_read_says_so(tmp_path: Path, cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Environment) -> Any:
+    def full(self: Environment, wait: bool = True) -> Any:
         raise lmdb.ReadersFullError("MDB_READERS_FULL")
 
     with open_store(tmp_path, cache, COMMIT) as store:

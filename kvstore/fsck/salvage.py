@@ -28,9 +28,9 @@ from kvstore.fsck.carving import JSON_START, MAX_IDENTITY_BYTES, Carved, carve, 
 from kvstore.fsck.findings import Progress
 from kvstore.fsck.pages import PAGE_HEADER, PageFile
 from kvstore.fsck.restoring import Restored, Whole
-from kvstore.fsck.shards import check_plain
 from kvstore.geometry import CHUNK_BYTES
 from kvstore.identity import IDENTITY_ID_BYTES, identity_digest
+from kvstore.plain import check_plain
 from kvstore.record import CHUNK_ENTRY, Header, parse_header
 from kvstore.results import Rejection
 from kvstore.snapshot import ReadView

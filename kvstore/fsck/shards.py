@@ -13,14 +13,6 @@ CLOSED: Final = "tp*of*-pp*of*"
 """Names of shards."""
 
 
-def check_plain(shard: Path) -> None:
-    """Raise StorePathError where STORE or data.mdb is neither a file nor missing: opening a pipe may wait for ever."""
-    for path in (shard / STORE_NAME, shard / DATA_NAME):
-        with path_errors(path, "expected a shard's folder that can be read"):
-            if path.exists() and not path.is_file():
-                raise StorePathError(f"{path}: it is no plain file: look at what it is, and take it out of the shard")
-
-
 def shards(store: Path) -> list[Path]:
     """The shards of a store, or the one shard that the path is; one that has lost its STORE file, too, and one that this user
     may not look into: nobody may take what was left out for clean. Raises StorePathError where there is none."""

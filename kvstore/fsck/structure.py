@@ -16,7 +16,7 @@ from lmdb.verify import VerifyError, verify
 
 from kvstore.errors import StoreDamaged, UnsupportedFormat
 from kvstore.fsck.findings import Finding
-from kvstore.fsck.shards import check_plain
+from kvstore.plain import check_plain
 from kvstore.storefile import (
     DATA_NAME,
     MAX_MAP,
