@@ -96,7 +96,7 @@ def test_kills_that_nobody_counts_are_found_out(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_call_that_hangs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RemoteStorage, "match", lambda self, shape, hashes: time.sleep(30))
+    monkeypatch.setattr(RemoteStorage, "match", lambda self, shape, hashes, finer: time.sleep(30))
     monkeypatch.setattr(iokill, "SCENES", {"lookup": ({"match": 1}, ("none",), 1)})
     monkeypatch.setattr(iohand.Setting, "limit_s", 3.0)
     assert "a call hangs: match" in failing("io-kill", 1).failures[0]
@@ -179,7 +179,7 @@ def served(store: KVStore) -> Connection:
 def test_a_request_out_of_turn_ends_the_conversation(tmp_path: Path, number: int) -> None:
     with SMALL.open(tmp_path, small_config(SMALL)) as store:
         channel = served(store)
-        blobs = [store._views[0].shape.encode(), *pack_strings(SMALL.hashes[:4])]
+        blobs = [store._views[0].shape.encode(), *pack_strings(SMALL.hashes[:4]), b"", b"", b""]
         channel.send(Message(Kind.MATCH, 1, {"now": 1.0}, blobs))
         assert channel.receive(5.0).kind == Kind.DONE
         channel.send(Message(Kind.MATCH, number, {"now": 1.0}, blobs))

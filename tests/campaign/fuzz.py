@@ -100,7 +100,7 @@ class Bench:
         ours = Channel(Connection(own, WAIT_S), PATIENCE_S, lambda fields: None, lambda: None)
         hashes = [SMALL.hashes[n] for n in SMALL.request(number)]
         try:
-            return int(ours.ask(Kind.MATCH, {"now": 1.0}, [self.shape.encode(), *pack_strings(hashes)]).fields["found"])
+            return int(ours.ask(Kind.MATCH, {"now": 1.0}, self._blobs(Kind.MATCH, hashes)).fields["found"])
         finally:
             ours.connection.close()
 
@@ -112,9 +112,11 @@ class Bench:
         kinds = [k for k in Kind if k not in CHANGING and k >= Kind.PUT]
         kind, fields = chance.choice(kinds), {"now": 1.0, "start": 0, "room": 2**16, "last": True, "blocks": 1}
         wide = kind in (Kind.PUT, Kind.GET)
-        return Message(
-            kind, request, fields, question_blobs(question) if wide else [self.shape.encode(), *pack_strings(hashes)]
-        )
+        return Message(kind, request, fields, question_blobs(question) if wide else self._blobs(kind, hashes))
+
+    def _blobs(self, kind: Kind, hashes: list[bytes]) -> list[bytes]:
+        finer = [b"", b"", b""] if kind in (Kind.MATCH, Kind.PRESENT) else []
+        return [self.shape.encode(), *pack_strings(hashes), *finer]
 
     # --- what takes answers -----------------------------------------------------------------------------------------
 
