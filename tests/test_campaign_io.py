@@ -9,13 +9,16 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvstore import KVStore
+from kvstore.channel import Channel
 from kvstore.counters import Counters
+from kvstore.link import Link
 from kvstore.loading import Landing, Load
 from kvstore.messages import Connection, Kind, Lost, Message, pack_strings
 from kvstore.remote import RemoteStorage
@@ -24,11 +27,14 @@ from kvstore.results import PutResult
 from kvstore.route import Feed
 from kvstore.saving import Save
 from kvstore.serving import Beside, Server
-from kvstore.storage import Outcomes
+from kvstore.sharedmemory import SharedMemory
+from kvstore.staging import HostBuffer
+from kvstore.storage import Outcomes, Unavailable
 from tests.campaign import __main__ as command
 from tests.campaign import framework, iocrowd, ioengine, iohand, iokill, ioorphan, iostop
 from tests.campaign.framework import Kind as Became
 from tests.campaign.framework import run
+from tests.campaign.leases import Leases
 from tests.campaign.worlds import SMALL, small_config
 
 KNOWN = command.load_campaigns()
@@ -194,3 +200,21 @@ def test_a_clock_that_is_no_number_is_an_answer_and_no_end(tmp_path: Path) -> No
         assert channel.receive(5.0).kind == Kind.FAILED
         channel.send(Message(Kind.USAGE, 2, {"now": 1.0}))
         assert channel.receive(5.0).kind == Kind.DONE
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_memory_of_a_reaped_link_may_be_lent_at_once(reaped: bool) -> None:
+    """A call that its link's end overtook still tries to send; the next link's memory may lie at the same address."""
+    books, memory = Leases(), SharedMemory(4096)
+    own, other = socket.socketpair()
+    channel = Channel(Connection(own, 0.1), 0.1, lambda fields: None, lambda: None)
+    link = cast("Link", SimpleNamespace(_channels=[channel]))
+    if reaped:
+        books.reaped(link)
+    books.named(channel, [memory])
+    other.close()
+    with pytest.raises(Unavailable):
+        channel.send(Kind.GET, {}, (), [memory])
+    books.borrowed(HostBuffer(4096, memory.memory))
+    channel.connection.close()
+    assert (books.lent, len(books.odd)) == (1, 0 if reaped else 1)

@@ -4,6 +4,7 @@ may be lent to anybody before the answer came, the process closed the channel, o
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +24,15 @@ class Leases:
     lent: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _named: dict[Channel, dict[int, set[int]]] = field(default_factory=dict)
+    _reaped: weakref.WeakSet[Channel] = field(default_factory=weakref.WeakSet)
+    """Channels of links that were reaped. A call that still holds one may try to send: nobody reads that, and the memory's
+    address may be another link's by then."""
 
     def named(self, channel: Channel, memory: Sequence[SharedMemory]) -> None:
         """A request will be sent that names memory."""
         with self._lock:
+            if channel in self._reaped:
+                return
             self._named.setdefault(channel, {})[channel.requests + 1] = {m.memory.ctypes.data for m in memory}
 
     def answered(self, channel: Channel) -> None:
@@ -42,6 +48,7 @@ class Leases:
         with self._lock:
             for channel in link._channels:
                 self._named.pop(channel, None)
+                self._reaped.add(channel)
 
     def borrowed(self, buffer: Buffer | None) -> None:
         """Somebody was lent a buffer."""
