@@ -52,7 +52,8 @@ class RemoteStorage(Lifetime):
         # The engine may change its working directory before the process is started again.
         opening = replace(opening, folder=opening.folder.absolute())
         self._given_up = False
-        self._claimed = claim(opening.folder)
+        # A reader's files are open in its own process, so that it may stand beside this process's writer.
+        self._claimed = claim(opening.folder) if opening.writable else ""
         self._watch = Watch(opening, self.counters, self.refused)
         self._ended = weakref.finalize(self, _give_up, self._watch, self._claimed, self._pid)
         try:

@@ -521,7 +521,7 @@ def test_a_repair_needs_a_typed_yes(stand: Stand, path: Path, run: Run, monkeypa
     assert stand.repaired == [(ONE, False)]
     assert "STORAGE_HASH" in ran.out, "what was found is shown before the question"
     assert "A repair of tp0of2-pp0of1 would:\n  - move damaged records to" in ran.out
-    assert "moved 1 damaged records" in ran.out
+    assert "moved 1 damaged record," in ran.out
     assert "epaired, and clean now" in ran.out
     assert stand.checked[-3:] == [ONE, TWO, ONE]
 

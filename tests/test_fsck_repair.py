@@ -138,7 +138,7 @@ def test_a_record_that_is_sound_by_now_stays(subject: Subject, shard: Path) -> N
     done = carry_out(shard, plan(shard, findings), check=checked)
     assert (done.quarantined, done.sound, done.folder, done.left) == (0, 2, None, [])
     assert contents(shard) == subject.records
-    assert "left 2 records alone that are sound by now, or not there any more" in done.words
+    assert "left 2 records alone, sound by now or not there any more" in done.words
 
 
 def test_a_record_of_a_newer_version_stays_and_so_does_all_payload(subject: Subject, shard: Path) -> None:
@@ -344,7 +344,7 @@ def test_what_only_the_new_database_shows_is_repaired_in_the_same_run(subject: S
     assert done.reclaimed.keys
     assert done.folder is not None
     assert json.loads((done.folder / "1" / "record.json").read_text())["key"] == key.hex()
-    assert any(words.startswith("moved 1 damaged records") for words in done.words)
+    assert any(words.startswith("moved 1 damaged record,") for words in done.words)
     found = contents(shard)
     assert key not in found
     assert subject.records.items() <= found.items()

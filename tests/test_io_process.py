@@ -181,6 +181,21 @@ def test_errors_of_opening_are_the_engines(store: KVStore, tmp_path: Path) -> No
     assert StoreLocked.__name__ in second.stderr
 
 
+@pytest.mark.parametrize("io", ["inline", "process"])
+def test_a_reader_of_its_own_process_stands_beside_this_process_writer(tmp_path: Path, io: str) -> None:
+    cache = make_cache()
+    with (
+        open_store(tmp_path, cache, QUICK, io=io) as writer,
+        open_store(tmp_path, cache, QUICK, mode="r", io="process") as reader,
+        open_store(tmp_path, cache, QUICK, mode="r", io="process") as other,
+    ):
+        assert reader.match_prefix(HASHES) == 0
+        assert writer.put_blocks(HASHES[:4], range(4)).stored.all()
+        assert reader.match_prefix(HASHES) == other.match_prefix(HASHES) == 4
+        with pytest.raises(StoreAlreadyOpen):
+            open_store(tmp_path, cache, QUICK, io="process")
+
+
 def test_its_log_is_the_engines(store: KVStore, caplog: pytest.LogCaptureFixture) -> None:
     raw, key = Raw(store), index_key(store, HASHES[0])
     raw.put_entry(key, b"\xff" + (raw.entry(key) or b"")[1:])

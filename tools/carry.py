@@ -17,12 +17,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from kvstore.config import StoreConfig
 from kvstore.container import Reader
 from kvstore.errors import ConfigError, KVStoreError, StorePathError
+from kvstore.fsck.findings import count
 from kvstore.fsck.shards import shards as shard_folders
 from kvstore.inspect import opened
 from kvstore.storefile import STORE_NAME, path_errors, sync_folder
 from kvstore.tools import look
 from kvstore.tools.commands import DAMAGE, FAILED, nbytes, say, status_of
-from kvstore.tools.fsck_outcome import count, printable, size
+from kvstore.tools.fsck_outcome import printable, size
 from kvstore.transport import Report, bring, destinations, export
 
 STREAM: Final = Path("-")

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Final
 
 import kvstore
-from kvstore.fsck.findings import KINDS, NOTHING, Finding
+from kvstore.fsck.findings import KINDS, NOTHING, Finding, count
 from kvstore.tools.fsck_map import FileMap, draw, file_map
 from kvstore.tools.fsck_markup import Markup, el, join
-from kvstore.tools.fsck_outcome import REMEDIES, Checked, Row, Run, count, damaged_records, rows, size
+from kvstore.tools.fsck_outcome import REMEDIES, Checked, Row, Run, damaged_records, rows, size
 from kvstore.tools.fsck_style import STYLE
 from kvstore.tools.fsck_words import repair_lines, scope_words, state_words, verdict_words
 

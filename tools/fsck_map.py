@@ -10,11 +10,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.fsck.findings import KINDS, Finding
+from kvstore.fsck.findings import KINDS, Finding, count
 from kvstore.fsck.pagemap import FORMS, page_map, pages_of
 from kvstore.storefile import DATA_NAME
 from kvstore.tools.fsck_markup import Markup, el, join
-from kvstore.tools.fsck_outcome import count, one_line, size
+from kvstore.tools.fsck_outcome import one_line, size
 
 MAX_CELLS: Final = 1536
 MAX_LOOKED_UP: Final = 2000

@@ -172,11 +172,6 @@ def size(nbytes: int) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
-def count(number: int, noun: str) -> str:
-    """A number with its noun: `1 record`, `2 records`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def printable(text: str) -> str:
     """Text from untrusted bytes, on one line: what is no printable character (control characters, marks that turn the
     direction of writing, halves of surrogates) is written as an escape."""

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.errors import KVStoreError, StorePathError
-from kvstore.fsck.findings import Progress
+from kvstore.fsck.findings import Progress, count
 from kvstore.fsck.options import Options
 from kvstore.fsck.repair import Plan, carry_out, plan
 from kvstore.fsck.salvage import Salvaged, salvage
 from kvstore.fsck.scan import check
-from kvstore.tools.fsck_outcome import Checked, Run, count, one_line, printable, size
+from kvstore.tools.fsck_outcome import Checked, Run, one_line, printable, size
 
 Show = Callable[[Path, Progress], None]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvstore.fsck.findings import SALVAGE
-from kvstore.tools.fsck_outcome import Checked, Run, count, damaged_records, repairable, size
+from kvstore.fsck.findings import SALVAGE, count
+from kvstore.tools.fsck_outcome import Checked, Run, damaged_records, repairable, size
 
 STAGES: Final = {
     "quick": "file, trees, format and accounting",

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.explain import ChunkState, Explained, Field, codec_name, runs_in_words
+from kvstore.fsck.findings import count
 from kvstore.inspect import Item
 from kvstore.record import FIXED, Header
 from kvstore.results import Rejection
 from kvstore.storefile import boot_id
 from kvstore.survey import GroupSum, Names, Survey
 from kvstore.tools.commands import age, table, when
-from kvstore.tools.fsck_outcome import count, printable, size
+from kvstore.tools.fsck_outcome import printable, size
 from kvstore.verify import Checked
 
 MOST_TEXT: Final = 60

@@ -11,13 +11,14 @@ import typer
 from kvstore.blockdb import BlockDB
 from kvstore.errors import ConfigError, StorePathError
 from kvstore.explain import explain_condemned
+from kvstore.fsck.findings import count
 from kvstore.fsck.shards import shards as shard_folders
 from kvstore.inspect import Condemned, condemned, find_condemned, opened
 from kvstore.record import Header
 from kvstore.survey import Names
 from kvstore.tools import look, look_text
 from kvstore.tools.commands import Reporting, ReportingGroup, age, table, when
-from kvstore.tools.fsck_outcome import count, printable, size
+from kvstore.tools.fsck_outcome import printable, size
 
 AT_ONCE = 64
 """Records that one transaction drops."""

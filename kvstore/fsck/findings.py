@@ -97,3 +97,8 @@ class Summary:
     findings: dict[str, int] = field(default_factory=dict)
     unchecked: list[str] = field(default_factory=list)
     cancelled: bool = False
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: `1 record`, `2 records`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

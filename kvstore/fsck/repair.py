@@ -18,7 +18,7 @@ import lmdb
 
 from kvstore.errors import StoreDamaged, StorePathError
 from kvstore.fsck.alone import alone, locked_errors, lost_writes
-from kvstore.fsck.findings import NOTHING, QUARANTINE, REBUILD, RECLAIM, RECOUNT, SALVAGE, Finding
+from kvstore.fsck.findings import NOTHING, QUARANTINE, REBUILD, RECLAIM, RECOUNT, SALVAGE, Finding, count
 from kvstore.fsck.inplace import Reclaimed, Repairing
 from kvstore.fsck.keeping import DAMAGED, SALVAGE_NAME, Shelf, leftovers, remove, stamp, tidy
 from kvstore.fsck.rebuilding import rebuild_store
@@ -171,7 +171,7 @@ def _actions(made: Plan, by_remedy: dict[str, list[Finding]], size: int, left: i
         yield Action(SALVAGE, what, nbytes=size)
     if made.records:
         nbytes = sum(finding.nbytes for finding in made.records)
-        what = f"move damaged records to the folder quarantine-<time>, and delete them: {len(made.records):,} records"
+        what = f"move damaged records to the folder quarantine-<time>, and delete them: {count(len(made.records), 'record')}"
         yield Action(QUARANTINE, f"{what}, {nbytes:,} bytes", len(made.records), nbytes)
     if orphans := by_remedy.get(RECLAIM):
         nbytes = sum(finding.nbytes for finding in orphans)
@@ -344,12 +344,12 @@ def _sentences(done: Repaired) -> Sequence[str]:
         "wrote a new STORE file" * done.rebuilt,
         ""
         if salvaged is None or done.kept is None
-        else f"salvaged {salvaged.records:,} records, {salvaged.nbytes:,} bytes, into a new database; the old one is "
+        else f"salvaged {count(salvaged.records, 'record')}, {salvaged.nbytes:,} bytes, into a new database; the old one is "
         f"{done.kept.name}: remove it when it is not needed any more",
         ""
         if done.folder is None
-        else f"moved {done.quarantined:,} damaged records, {done.quarantined_bytes:,} bytes, to {done.folder.name}",
-        f"left {done.sound:,} records alone that are sound by now, or not there any more" if done.sound else "",
+        else f"moved {count(done.quarantined, 'damaged record')}, {done.quarantined_bytes:,} bytes, to {done.folder.name}",
+        f"left {count(done.sound, 'record')} alone, sound by now or not there any more" if done.sound else "",
         f"reclaimed {reclaimed.nbytes:,} bytes that no record names" if reclaimed.keys else "",
         f"reclaimed nothing: {reclaimed.kept_for}" if reclaimed.kept_for else "",
         "counted records and bytes anew" * done.recounted,
