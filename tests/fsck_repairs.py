@@ -127,6 +127,19 @@ def contents(folder: Path) -> dict[bytes, bytes]:
     return found
 
 
+def refusals(folder: Path, keys: Iterable[bytes]) -> dict[bytes, str]:
+    """Of each key why its record is not among `contents`: "absent", or the kind of what is wrong with it."""
+    found = {}
+    with opened(folder, writable=False) as db, db.read() as snapshot:
+        for key in keys:
+            value = snapshot.header(key)
+            wrong = None if value is None else audit(snapshot, key, value)
+            found[key] = (
+                "absent" if value is None else "intact by now" if wrong is None else f"{wrong.kind}: {wrong.detail}"
+            )
+    return found
+
+
 def _digest(db: BlockDB, entry: bytes) -> bytes:
     state = hashlib.sha256(entry)
     prefix = sequence_of(entry).to_bytes(8, "big")

@@ -24,7 +24,7 @@ from kvstore.storefile import DATA_NAME, STORE_NAME
 from kvstore.usage import MAX_SEQUENCE
 from tests.campaign.framework import Context, Kind, Outcome, campaign
 from tests.fsck_damage import break_leaf, edit_file, free_a_live_page, newer, place, recount
-from tests.fsck_repairs import PAGE, PREFIX, Subject, contents, filled, kill_and_finish, salvage_without_roots
+from tests.fsck_repairs import PAGE, PREFIX, Subject, contents, filled, kill_and_finish, refusals, salvage_without_roots
 from tests.records import change, opened
 from tests.support import MIB, flip
 
@@ -304,7 +304,8 @@ def judge(subject: Subject, shard: Path, chance: random.Random) -> Verdict:
     if changed:
         return Verdict(wrong=f"{len(changed)} records are others than they were")
     lost = [key for key in subject.records if key not in to.hurt and key not in now]
-    return Verdict(f"{len(lost)} undamaged records are gone, {lost[0][18:26].hex()} first") if lost else Verdict()
+    why = {key[18:26].hex(): text for key, text in refusals(shard, lost).items()}
+    return Verdict(f"{len(lost)} undamaged records are gone: {why}") if lost else Verdict()
 
 
 def subjects(context: Context) -> list[Subject]:
