@@ -1,0 +1,279 @@
+"""The scheduler's side of the connector: what a request can load, what it saves, and which blocks are held meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvstore.engines.vllm.jobs import Answer, Load, Place, Save, Span, Step
+from kvstore.engines.vllm.lookup import Lookup
+
+log = logging.getLogger(__name__)
+MAX_FAILED_LOADS: Final = 3
+"""After so many loads that failed, a request computes all that is left."""
+MAX_REFUSED: Final = 2**16
+"""Blocks that are known to be of no use; the ranks refuse older ones once more."""
+MAX_HELD_SHARE: Final = 4
+"""At most this share of the cache's blocks is held for saves."""
+PATIENCE_S: Final = 1.0
+"""How long a request that finds no room waits for saves to end, before another one is preempted."""
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A request. done: per group, how many of its leading blocks are in the store, or were offered; start: the token from
+    which the next load begins; hashes: the keys of its full blocks, by group; stale: whether it began before weights were
+    changed in place."""
+
+    request: Any
+    done: dict[int, int]
+    start: int = 0
+    failed_loads: int = 0
+    hashes: dict[int, list[bytes]] = field(default_factory=dict)
+    stale: bool = False
+
+
+@dataclass(eq=False)
+class Held:
+    """A save whose blocks must not be given to others: vLLM's block objects, since when, how many ranks have not answered,
+    and what some rank did not store."""
+
+    save: Save
+    blocks: list[Any]
+    since: float
+    ranks_left: int
+    unsaved: set[Place] = field(default_factory=set)
+
+
+class Scheduler:
+    """Plans loads and saves of one engine. All calls come from vLLM's scheduler thread; none waits for a disk.
+
+    block_sizes: {group: tokens}; hash_block_size: tokens a hash of the request; ranks: workers that answer each save.
+    loads, saves: whether it does either. clock: seconds, for patience alone.
+
+    What is loaded is loaded before the request runs, so that nothing is ever computed from a block that was refused; and a
+    block is held by a reference of its own until every rank has copied it, whatever becomes of its request.
+    """
+
+    def __init__(
+        self,
+        lookup: Lookup | None,
+        block_sizes: Mapping[int, int],
+        hash_block_size: int,
+        ranks: int,
+        loads: bool = True,
+        saves: bool = True,
+    ) -> None:
+        self.lookup = lookup
+        self._sizes, self._hash_size, self._ranks = dict(block_sizes), hash_block_size, ranks
+        self._loads, self._saves = loads, saves
+        self._tracked: dict[str, Tracked] = {}
+        self._held: dict[int, Held] = {}
+        self._refused: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self._touches: list[tuple[int, list[bytes]]] = []
+        self._begun: list[Load] = []
+        self._number = 0
+        self._salt = b""
+        self._manager: Any = None
+        self.counts: Counter[str] = Counter()
+
+    def bind(self, manager: Any) -> None:
+        """Take vLLM's KVCacheManager, which has the requests' blocks."""
+        self._manager = manager
+
+    def new_request(self, request: Any) -> None:
+        """A request came: its blocks are asked for, here or not."""
+        tracked = self._track(request)
+        if self._loads:
+            self._touches += [(group, list(hashes)) for group, hashes in self._hashes(tracked).items() if hashes]
+
+    def matched(self, request: Any, computed: int) -> int:
+        """How many tokens past the computed ones can be loaded; leaves at least one of the request to compute."""
+        tracked = self._track(request)
+        tracked.start = computed
+        if not self._loads or self.lookup is None or tracked.stale or tracked.failed_loads >= MAX_FAILED_LOADS:
+            return 0
+        usable = self._usable(tracked, request.num_tokens - 1)
+        found = self.lookup.match(usable)
+        self.counts["lookups"] += 1
+        self.counts["tokens_found"] += max(0, found - computed)
+        for group, size in self._sizes.items():
+            tracked.done[group] = max(tracked.done[group], found // size)
+        return max(0, found - computed)
+
+    def allocated(self, request: Any, blocks: Sequence[Sequence[Any]], tokens: int) -> None:
+        """The request has blocks now; load so many tokens into those past the computed ones. blocks: by group."""
+        if not tokens:
+            return
+        tracked = self._track(request)
+        end = tracked.start + tokens
+        spans = [self._load_span(tracked, group, blocks[group], end) for group in self._sizes]
+        load = Load(request.request_id, tuple(span for span in spans if span is not None))
+        self._begun.append(load)
+        self.counts["loads"] += 1
+
+    def step(self, scheduled: Mapping[str, int]) -> Step:
+        """What the ranks shall do beside the step that was planned. scheduled: {request: tokens that it computes}."""
+        saves = self._plan_saves(scheduled) if self._saves else ()
+        made = Step(tuple(self._begun), tuple(saves), tuple(self._touches), idle=not any(scheduled.values()))
+        self._begun, self._touches = [], []
+        return made
+
+    def answered(self, answer: Answer) -> None:
+        """Take what the ranks did."""
+        for request_id, places in answer.refused.items():
+            self._load_failed(request_id, places)
+        for number, ranks in answer.saved.items():
+            held = self._held.get(number)
+            if held is not None:
+                self._save_ended(number, held, ranks, answer.unsaved.get(number, set()))
+
+    def finished(self, request_id: str) -> None:
+        """A request ended, or was aborted. What it saves goes on."""
+        self._tracked.pop(request_id, None)
+
+    @property
+    def pending(self) -> bool:
+        """Whether saves are in flight."""
+        return bool(self._held)
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether blocks that saves hold are about to come free."""
+        oldest = next(iter(self._held.values()), None)
+        return oldest is not None and time.monotonic() - oldest.since < PATIENCE_S
+
+    def forget(self) -> None:
+        """Nothing that was stored so far is to be used any more, here or later: weights were changed in place. All keys are
+        others from now on, which no other engine knows."""
+        self._salt = os.urandom(16)
+        for tracked in self._tracked.values():
+            tracked.stale = True
+
+    def close(self) -> None:
+        """Close the reader."""
+        if self.lookup is not None:
+            self.lookup.close()
+
+    def _track(self, request: Any) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._tracked[request.request_id] = Tracked(request, dict.fromkeys(self._sizes, 0))
+        return tracked
+
+    def _hashes(self, tracked: Tracked) -> dict[int, list[bytes]]:
+        """The keys of the request's full blocks so far, by group: vLLM's hash at each block's end. Hashes are chained, so
+        that the last one says whether all are still the request's, whose tokens change where a session goes on."""
+        every = tracked.request.block_hashes
+        for group, size in self._sizes.items():
+            known, times = tracked.hashes.setdefault(group, []), size // self._hash_size
+            if known and (len(known) * times > len(every) or self._key(every[len(known) * times - 1]) != known[-1]):
+                known.clear()
+                tracked.done[group] = 0
+            ends = range((len(known) + 1) * times - 1, len(every), times)
+            known += [self._key(every[end]) for end in ends]
+        return tracked.hashes
+
+    def _key(self, block_hash: bytes) -> bytes:
+        own = bytes(block_hash)
+        return hashlib.blake2b(own, digest_size=32, key=self._salt).digest() if self._salt else own
+
+    def _usable(self, tracked: Tracked, tokens: int) -> dict[int, Sequence[bytes]]:
+        """The keys up to a token, and to the first that is known to be of no use."""
+        usable = dict[int, Sequence[bytes]]()
+        for group, hashes in self._hashes(tracked).items():
+            leading = hashes[: tokens // self._sizes[group]]
+            if self._refused:
+                bad = next((i for i, h in enumerate(leading) if (group, h) in self._refused), len(leading))
+                leading = leading[:bad]
+            usable[group] = leading
+        return usable
+
+    def _load_span(self, tracked: Tracked, group: int, blocks: Sequence[Any], end: int) -> Span | None:
+        """A group's blocks to load; None where vLLM needs none of it. Leading null blocks are those that slid out."""
+        size = self._sizes[group]
+        first, last = tracked.start // size, end // size
+        while first < last and blocks[first].is_null:
+            first += 1
+        return self._span(tracked, group, blocks, first, last) if first < last else None
+
+    def _span(self, tracked: Tracked, group: int, blocks: Sequence[Any], first: int, last: int) -> Span:
+        hashes = self._hashes(tracked)[group]
+        parent = hashes[first - 1] if first else None
+        return Span(group, hashes[first:last], [block.block_id for block in blocks[first:last]], first, parent)
+
+    def _plan_saves(self, scheduled: Mapping[str, int]) -> Iterator[Save]:
+        room = self._manager.block_pool.num_gpu_blocks // MAX_HELD_SHARE - sum(
+            len(held.blocks) for held in self._held.values()
+        )
+        for request_id, tokens in scheduled.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or tracked.stale:
+                continue
+            spans, blocks = self._unsaved(tracked, tracked.request.num_computed_tokens + tokens, room)
+            if blocks:
+                room -= len(blocks)
+                yield self._hold(tracked, spans, blocks)
+
+    def _unsaved(self, tracked: Tracked, computed: int, room: int) -> tuple[list[Span], list[Any]]:
+        """What a request has computed once this step ran, and was not offered yet, at most so many blocks; and vLLM's objects
+        for them."""
+        ends = {group: min(computed // size, len(self._hashes(tracked)[group])) for group, size in self._sizes.items()}
+        if all(tracked.done[group] >= end for group, end in ends.items()):
+            return [], []
+        tables = self._manager.get_blocks(tracked.request.request_id).blocks
+        spans, held = list[Span](), list[Any]()
+        for group, end in ends.items():
+            first = tracked.done[group]
+            while first < end and tables[group][first].is_null:
+                first += 1
+            end = min(end, first + room - len(held))
+            last = next((i for i in range(first, end) if tables[group][i].is_null), end)
+            if first < last:
+                spans.append(self._span(tracked, group, tables[group], first, last))
+                held += tables[group][first:last]
+        return spans, held
+
+    def _hold(self, tracked: Tracked, spans: Sequence[Span], blocks: list[Any]) -> Save:
+        for span in spans:
+            tracked.done[span.group] = span.start + len(span.block_ids)
+        self._number += 1
+        save = Save(self._number, tuple(spans))
+        self._manager.block_pool.touch(blocks)
+        self._held[save.number] = Held(save, blocks, time.monotonic(), self._ranks)
+        self.counts["saves"] += 1
+        return save
+
+    def _load_failed(self, request_id: str, places: set[Place]) -> None:
+        """Blocks of a load must not be used: they are misses from here on, and are saved again once they were computed."""
+        tracked = self._tracked.get(request_id)
+        self.counts["loads_failed"] += 1
+        if tracked is None:
+            return
+        tracked.failed_loads += 1
+        for group, position in places:
+            tracked.done[group] = min(tracked.done[group], position)
+            self._refuse(group, self._hashes(tracked)[group][position])
+
+    def _refuse(self, group: int, key: bytes) -> None:
+        self._refused[group, key] = None
+        if len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
+
+    def _save_ended(self, number: int, held: Held, ranks: int, unsaved: set[Place]) -> None:
+        held.unsaved.update(unsaved)
+        held.ranks_left -= ranks
+        if held.ranks_left > 0:
+            return
+        del self._held[number]
+        self._manager.block_pool.free_blocks(reversed(held.blocks))
+        for span in held.save.spans:
+            for i, key in enumerate(span.block_hashes):
+                if (span.group, span.start + i) not in held.unsaved:
+                    self._refused.pop((span.group, key), None)
