@@ -423,17 +423,22 @@ def test_a_lookup_begins_once_the_store_can_be_opened(tmp_path: Path, monkeypatc
     store = KVStore(tmp_path, cache, CacheIdentity(model="m"), StoreConfig(capacity_bytes=16 * 2**20))
     store.put_blocks(HASHES, [1, 2, 3])
 
-    def opened() -> KVStore:
-        tries.append(1)
+    def opened(identity: CacheIdentity | None) -> KVStore:
+        tries.append(identity)
         if len(tries) < 3:
             raise StorePathError("not yet")
         return store
 
     lookup = Lookup(opened, {0: BLOCK})
+    lookup.begin(store.identity)
     assert lookup.match({0: HASHES}) == 0
     lookup._opening.join(10)
     assert lookup.match({0: HASHES}) == 12
     assert lookup.match({0: []}) == 0
+    assert tries == [store.identity] * 3
+    other = Lookup(opened, {0: BLOCK})
+    assert other.match({0: HASHES}) == 12
+    assert tries[3:] == [None]
     store.close()
     assert lookup.match({0: HASHES}) == 0
     lookup.close()

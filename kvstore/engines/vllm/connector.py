@@ -13,14 +13,17 @@ from kvstore.engines.vllm.jobs import Answer, Step
 from kvstore.engines.vllm.lookup import Lookup
 from kvstore.engines.vllm.options import Options, check_supported, failure_policy_notice, roles
 from kvstore.engines.vllm.scheduler import Scheduler
+from kvstore.engines.vllm.specs import groups_of
 from kvstore.engines.vllm.versions import check_version
 from kvstore.engines.vllm.worker import Worker
+from kvstore.identity import CacheIdentity
 from kvstore.store import KVStore
 
 check_version()
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -54,6 +57,13 @@ class AnswerMetadata(KVConnectorWorkerMetadata):
         if isinstance(other, AnswerMetadata):
             self.answer.add(other.answer)
         return self
+
+
+@dataclass
+class RankMetadata(KVConnectorHandshakeMetadata):
+    """What a rank tells the scheduler at start: vLLM's scheduler does not know every layer."""
+
+    identity: CacheIdentity
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -98,7 +108,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             io=options.io,
         )
         log.info("KV of rank %s is kept in %s", described.rank.folder, store.folder)
-        self._worker = Worker(store, len(described.block_sizes), options.store_config.threads)
+        self._worker = Worker(store, len(self._groups_config.kv_cache_groups), options.store_config.threads)
+
+    def get_handshake_metadata(self) -> RankMetadata | None:
+        """The identity, with all layers, for the scheduler."""
+        return None if self._worker is None else RankMetadata(self._worker.store.identity)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads."""
@@ -148,6 +162,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the manager of the requests' blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduling.bind(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Take the ranks' identity, which is what the scheduler looks for."""
+        told = [each.identity for each in metadata.values() if isinstance(each, RankMetadata)]
+        if len({identity.digest() for identity in told}) > 1:
+            log.error("the ranks' identities differ, so that nothing is found: %s", [i.canonical_json() for i in told])
+        if told and self._scheduling.lookup is not None:
+            self._scheduling.lookup.begin(told[0])
 
     def on_new_request(self, request: Any) -> None:
         """A request came."""
@@ -233,7 +255,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None, "this side of the connector belongs to a rank"
         return self._scheduler
 
-    def _identity(self, described: Described) -> Any:
+    def _identity(self, described: Described) -> CacheIdentity:
         return identity_of(
             self._config, self._options, described.layers, described.device, described.layout, described.backend
         )
@@ -244,18 +266,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         parallel, folder = self._config.parallel_config, Path(self._options.path)
         return folder / f"dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else folder
 
-    def _reader(self, described: Described) -> KVStore:
-        """A reader of all ranks' shards, whose answers the scheduler waits for: it takes late ones for misses."""
+    def _reader(self, identity: CacheIdentity | None) -> KVStore:
+        """A reader of all ranks' shards, whose answers the scheduler waits for: it takes late ones for misses. identity: the
+        ranks'; None: as vLLM's configuration has it here."""
+        described = scheduler_side(self._config, self._groups_config, identity.layers if identity else None)
+        known = self._identity(described) if identity is None else identity
         config = replace(self._options.store_config, io_timeout_s=LOOKUP_TIMEOUT_S)
-        return KVStore(self._folder, described.cache, self._identity(described), config, mode="r", io="process")
+        return KVStore(self._folder, described.cache, known, config, mode="r", io="process")
 
     def _make_scheduler(self) -> Scheduler:
-        described = scheduler_side(self._config, self._groups_config)
+        sizes = {group.number: group.block_size for group in groups_of(self._groups_config) if group.specs}
         _, hash_block_size = resolve_kv_cache_block_sizes(self._groups_config, self._config)
-        lookup = Lookup(lambda: self._reader(described), described.block_sizes) if self._loads else None
         return Scheduler(
-            lookup,
-            described.block_sizes,
+            Lookup(self._reader, sizes) if self._loads else None,
+            sizes,
             hash_block_size,
             self._config.parallel_config.world_size,
             self._loads,

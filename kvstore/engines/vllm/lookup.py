@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvstore.errors import KVStoreError
+from kvstore.identity import CacheIdentity
 from kvstore.store import KVStore
 
 log = logging.getLogger(__name__)
@@ -16,20 +17,26 @@ RETRY_S: Final = 2.0
 
 
 class Lookup:
-    """A reader of all ranks' shards. Belongs to the scheduler's thread; a thread of its own opens the store, since the ranks
-    may not have made it yet, and until then nothing is found.
+    """A reader of all ranks' shards. Belongs to the scheduler's thread; a thread of its own opens the store where that fails
+    at first, since the ranks may not have made it yet, and until then nothing is found.
 
-    open_store: opens it for reading. block_sizes: {group: tokens}.
+    open_store: opens it for reading, for an identity that a rank told, or None. block_sizes: {group: tokens}.
     """
 
-    def __init__(self, open_store: Callable[[], KVStore], block_sizes: Mapping[int, int]) -> None:
+    def __init__(self, open_store: Callable[[CacheIdentity | None], KVStore], block_sizes: Mapping[int, int]) -> None:
         self._open_store, self._block_sizes = open_store, dict(block_sizes)
+        self._identity: CacheIdentity | None = None
+        self._begun = self._complained = False
         self._closed = threading.Event()
         self._store: KVStore | None = None
-        self._complained = False
         self._opening = threading.Thread(target=self._open, name="kvstore-lookup", daemon=True)
-        if not self._try():
-            self._opening.start()
+
+    def begin(self, identity: CacheIdentity | None) -> None:
+        """Open the store; the first call counts. identity: the ranks', None where they did not tell."""
+        if not self._begun:
+            self._begun, self._identity = True, identity
+            if not self._try():
+                self._opening.start()
 
     @property
     def store(self) -> KVStore | None:
@@ -38,6 +45,7 @@ class Lookup:
 
     def match(self, hashes: Mapping[int, Sequence[bytes]]) -> int:
         """How many leading tokens of a request can be loaded. hashes: {group: hashes of its blocks from position 0}."""
+        self.begin(None)
         store = self._store
         if store is None or not all(hashes.values()):
             return 0
@@ -65,7 +73,7 @@ class Lookup:
 
     def _try(self) -> bool:
         try:
-            self._store = self._open_store()
+            self._store = self._open_store(self._identity)
         except KVStoreError as error:
             self._complain(error)
             return False
