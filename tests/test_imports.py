@@ -104,6 +104,13 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("engines.transformers_states",),
     ("engines.transformers_layers", "engines.transformers_model"),
     ("engines.transformers",),
+    ("engines.vllm.jobs", "engines.vllm.lookup", "engines.vllm.refusals", "engines.vllm.specs"),
+    ("engines.vllm.versions", "engines.vllm.weights"),
+    ("engines.vllm.caches", "engines.vllm.options", "engines.vllm.scheduler", "engines.vllm.stats", "engines.vllm.worker"),
+    ("engines.vllm.identity", "engines.vllm.tier_rows"),
+    ("engines.vllm.tier_config", "engines.vllm.tier_lookup"),
+    ("engines.vllm.connector", "engines.vllm.tier"),
+    ("engines.vllm",),
     # command lines
     ("tools",),
     ("tools.bench_limits", "tools.bench_report", "tools.bench_subject"),
@@ -127,7 +134,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("tools.look_text",),
     ("tools.look",),
     ("tools.carry", "tools.quarantine"),
-    ("tools.bench_codec", "tools.cli", "tools.demo"),
+    ("tools.bench_codec", "tools.bench_vllm", "tools.cli", "tools.demo", "tools.setup_vllm"),
 )
 RANK = {f"kvstore.{name}".rstrip("."): rank for rank, names in enumerate(RANKS) for name in names}
 OUTER = ("kvstore.tools", "kvstore.engines")
@@ -139,6 +146,7 @@ ONLY_IN = {
     "triton": (KERNELS,),
     "transformers": OUTER,
     "typer": ("kvstore.tools",),
+    "vllm": ("kvstore.engines.vllm", "kvstore.tools.bench_vllm"),
     "rich": ("kvstore.tools",),
 }
 """Where what is heavy or optional may be imported."""

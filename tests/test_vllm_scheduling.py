@@ -16,6 +16,7 @@ import torch
 from kvstore import CacheIdentity, KVStore, PagedKVCache, StoreConfig
 from kvstore.engines.vllm.jobs import Answer, Load, Save, Span, Step
 from kvstore.engines.vllm.lookup import Lookup
+from kvstore.engines.vllm.refusals import MAX_REFUSED, REFUSED_S, Refusals
 from kvstore.engines.vllm.scheduler import MAX_FAILED_LOADS, Scheduler
 from kvstore.engines.vllm.worker import Worker
 from kvstore.errors import StorePathError
@@ -201,7 +202,7 @@ def test_a_refused_block_is_a_miss_at_once_and_is_saved_again() -> None:
     engine.known.stored = set(hashes)
     engine.load()
     refusal = Answer()
-    refusal.refuse("a", {(0, 2)})
+    refusal.refuse("a", {(0, 2): hashes[2]})
     engine.scheduler.answered(refusal)
     engine.request.num_computed_tokens = 0
     assert engine.scheduler.matched(engine.request, 0) == 2 * BLOCK
@@ -221,7 +222,7 @@ def test_a_block_that_was_not_saved_stays_a_miss() -> None:
     engine.known.stored = set(engine.request.block_hashes)
     engine.load()
     refusal = Answer()
-    refusal.refuse("a", {(0, 0), (0, 1)})
+    refusal.refuse("a", dict(zip([(0, 0), (0, 1)], engine.request.block_hashes, strict=False)))
     engine.scheduler.answered(refusal)
     engine.request.num_computed_tokens = 0
     [save] = engine.compute(18).saves
@@ -233,12 +234,12 @@ def test_a_request_whose_loads_fail_computes_in_the_end() -> None:
     engine = Engine(18)
     engine.known.stored = set(engine.request.block_hashes)
     for _ in range(MAX_FAILED_LOADS):
-        engine.scheduler._refused.clear()
+        engine.scheduler._refused = Refusals()
         engine.load()
         refusal = Answer()
-        refusal.refuse("a", {(0, 0)})
+        refusal.refuse("a", {(0, 0): engine.request.block_hashes[0]})
         engine.scheduler.answered(refusal)
-    engine.scheduler._refused.clear()
+    engine.scheduler._refused = Refusals()
     asked = engine.known.asked
     assert engine.scheduler.matched(engine.request, 0) == 0
     assert engine.known.asked == asked
@@ -290,6 +291,79 @@ def test_a_session_whose_tokens_change_has_other_keys() -> None:
     assert shorter.spans[0].block_hashes == engine.request.block_hashes
 
 
+def test_a_refusal_counts_for_all_whatever_became_of_the_request() -> None:
+    engine = Engine(18)
+    engine.known.stored = set(engine.request.block_hashes)
+    engine.load()
+    engine.scheduler.finished("a")
+    refusal = Answer()
+    refusal.refuse("a", {(0, 1): engine.request.block_hashes[1]})
+    engine.scheduler.answered(refusal)
+    assert engine.scheduler.matched(Request("b", list(range(18))), 0) == BLOCK
+
+
+def test_a_load_that_several_ranks_refuse_failed_once() -> None:
+    engine = Engine(18, ranks=4)
+    engine.known.stored = set(engine.request.block_hashes)
+    engine.load()
+    for position in range(4):
+        refusal = Answer()
+        refusal.refuse("a", {(0, position): engine.request.block_hashes[position]})
+        engine.scheduler.answered(refusal)
+    assert engine.scheduler._tracked["a"].failed_loads == 1
+
+
+def test_refusals_are_bounded_in_time_and_number() -> None:
+    now = [0.0]
+    refusals = Refusals(lambda: now[0])
+    refusals.add(0, b"first")
+    now[0] = REFUSED_S
+    refusals.add(0, b"second")
+    assert refusals.before_first(0, [b"x", b"first"]) == 1
+    assert refusals.before_first(1, [b"x", b"first"]) == 2
+    now[0] += 1
+    changes = refusals.changes
+    assert refusals.before_first(0, [b"first", b"second"]) == 1
+    assert refusals.changes > changes
+    for number in range(MAX_REFUSED):
+        refusals.add(0, b"%d" % number)
+    assert len(refusals) == MAX_REFUSED
+    assert refusals.before_first(0, [b"second"]) == 1
+
+
+def test_a_request_that_finds_no_room_is_not_looked_up_in_every_step() -> None:
+    engine = Engine(18)
+    engine.known.stored = set(engine.request.block_hashes)
+    assert [engine.scheduler.matched(engine.request, 0) for _ in range(9)] == [16] * 9
+    assert engine.known.asked == 1
+    engine.scheduler._refused.add(0, engine.request.block_hashes[1])
+    assert engine.scheduler.matched(engine.request, 0) == BLOCK
+    assert engine.known.asked == 2
+
+
+def test_what_another_connector_loads_in_a_step_is_not_stored() -> None:
+    engine = Engine(18)
+    engine.scheduler.leave_out(["a", "unknown"])
+    assert not engine.compute(18).saves
+
+
+def test_vllm_waits_for_blocks_that_nobody_else_has() -> None:
+    engine = Engine(8)
+    engine.compute(8)
+    assert not engine.scheduler.frees_soon
+    engine.manager.block_pool.free_blocks(engine.blocks())
+    assert engine.scheduler.frees_soon
+
+
+def test_vllm_does_not_step_for_ever_for_a_rank_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(8)
+    engine.compute(8)
+    assert engine.scheduler.pending
+    monkeypatch.setattr("kvstore.engines.vllm.scheduler.MOST_PATIENCE_S", -1.0)
+    assert not engine.scheduler.pending
+    assert [block.ref_cnt for block in engine.blocks()] == [2, 2]
+
+
 def test_requests_are_noted_in_the_order_in_which_they_came() -> None:
     engine = Engine(8)
     engine.add("b", 4)
@@ -310,13 +384,13 @@ def test_a_producer_does_not_load_and_a_consumer_does_not_save() -> None:
 
 def test_answers_of_ranks_add_up() -> None:
     first, second = Answer(), Answer()
-    first.refuse("a", {(0, 1)})
+    first.refuse("a", {(0, 1): b"1"})
     first.save(1, {(0, 2)})
-    second.refuse("a", {(0, 3)})
+    second.refuse("a", {(0, 3): b"3"})
     second.save(1, set())
     second.save(2, set())
     first.add(second)
-    assert first.refused == {"a": {(0, 1), (0, 3)}}
+    assert first.refused == {"a": {(0, 1): b"1", (0, 3): b"3"}}
     assert (first.saved, first.unsaved) == ({1: 2, 2: 1}, {1: {(0, 2)}, 2: set()})
     assert not Answer()
 
@@ -374,7 +448,7 @@ def test_what_is_not_verified_is_told_by_block_or_by_request(tmp_path: Path) -> 
     assert (requests, failed) == ({"a"}, set())
     assert worker.take_bad_ids() == {12, 13}
     assert worker.take_bad_ids() == set()
-    assert answer.refused == {"a": {(0, 1), (0, 2)}}
+    assert answer.refused == {"a": {(0, 1): HASHES[1], (0, 2): HASHES[2]}}
     worker._groups = 2
     worker.begin(Step(loads=(load,)))
     assert ended(worker)[:2] == ({"a"}, {"a"})
@@ -390,7 +464,7 @@ def test_what_cannot_begin_is_a_load_that_failed_and_a_save_that_ended(tmp_path:
     worker.save(Step(saves=(Save(1, (span,)),)))
     requests, _, answer = ended(worker)
     assert requests == {"a"}
-    assert answer.refused == {"a": {(0, 0), (0, 1), (0, 2)}}
+    assert answer.refused == {"a": {(0, i): HASHES[i] for i in range(3)}}
     assert answer.unsaved == {1: {(0, 0), (0, 1), (0, 2)}}
     worker.shutdown()
 
@@ -408,11 +482,23 @@ def test_saves_leave_a_thread_to_loads_and_all_end_at_shutdown(tmp_path: Path) -
     again.shutdown()
 
 
+def test_a_rank_that_hears_of_no_step_end_saves_with_the_next_step(tmp_path: Path) -> None:
+    _, worker = worker_over(tmp_path)
+    worker.begin(Step(saves=(Save(1, (Span(0, HASHES[:1], [1], 0),)),)))
+    assert not worker._saves
+    worker.begin(Step())
+    assert ended(worker)[2].saved == {1: 1}
+    worker.save(Step(saves=(Save(2, (Span(0, HASHES[1:2], [2], 1),)),)))
+    worker.begin(Step())
+    assert ended(worker)[2].saved == {2: 1}
+    worker.shutdown()
+
+
 def test_a_closed_store_is_a_miss(tmp_path: Path) -> None:
     _, worker = worker_over(tmp_path)
     worker.store.close()
     worker.begin(Step(loads=(Load("a", (Span(0, HASHES, [1, 2, 3], 0),)),)))
-    assert ended(worker)[2].refused == {"a": {(0, 0), (0, 1), (0, 2)}}
+    assert ended(worker)[2].refused == {"a": {(0, i): HASHES[i] for i in range(3)}}
     worker.shutdown()
 
 

@@ -32,9 +32,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes  # noqa: E402
 
-from kvstore.engines.vllm.stats import KVStoreStats  # noqa: E402
+from kvstore.engines.vllm.stats import KVStoreMetrics, KVStoreStats, register  # noqa: E402
 
 log = logging.getLogger(__name__)
+register("KVStoreConnector", "kvstore.engines.vllm")
 LOOKUP_TIMEOUT_S: Final = 0.25
 """How long the scheduler waits for an I/O process, once: then it finds nothing until the process has answered."""
 
@@ -92,6 +93,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if (notice := unstable_hashes(vllm_config)) is not None:
                 log.warning("%s", notice)
             self._scheduler = self._make_scheduler()
+            if getattr(vllm_config, "weight_transfer_config", None) is not None:
+                log.warning("weights may be changed in place: what this engine stores is of use to it alone")
+                self._scheduler.forget()
 
     # What a rank does.
 
@@ -111,8 +115,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = Worker(store, len(self._groups_config.kv_cache_groups), options.store_config.threads)
 
     def get_handshake_metadata(self) -> RankMetadata | None:
-        """The identity, with all layers, for the scheduler."""
-        return None if self._worker is None else RankMetadata(self._worker.store.identity)
+        """The identity, with all layers, for the scheduler; not beside other connectors, with which the way is shared."""
+        if self._worker is None or self._config.kv_transfer_config.kv_connector != type(self).__name__:
+            return None
+        return RankMetadata(self._worker.store.identity)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads."""
@@ -156,6 +162,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Counts from what was sent between processes."""
         return KVStoreStats(data=dict(data or {}))
 
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> KVStoreMetrics:
+        """The counts for Prometheus."""
+        return KVStoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # What the scheduler does.
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -186,6 +199,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The step's work for the ranks."""
+        if scheduler_output.has_sync_kv_loads:
+            self._scheduling.leave_out(scheduler_output.num_scheduled_tokens)
         return StepMetadata(self._scheduling.step(scheduler_output.num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -214,9 +229,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.frees_soon
 
     def reset_cache(self) -> bool:
-        """Weights were changed in place: nothing that was stored so far is used from here on."""
+        """Weights were changed in place: nothing that was stored so far is used from here on. False while blocks are held for
+        saves: vLLM has kept its own prefix cache then."""
         self._scheduling.forget()
-        return True
+        return not self._scheduling.pending
 
     # What both do.
 
@@ -264,7 +280,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _folder(self) -> Path:
         """The store's folder; engines that run data-parallel have one each, since a shard has one writer."""
         parallel, folder = self._config.parallel_config, Path(self._options.path)
-        return folder / f"dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else folder
+        index = parallel.data_parallel_index
+        # Of a dense model's engines each believes that it is the only one, and has its number all the same.
+        return folder / f"dp{index}" if parallel.data_parallel_size > 1 or index else folder
 
     def _reader(self, identity: CacheIdentity | None) -> KVStore:
         """A reader of all ranks' shards, whose answers the scheduler waits for: it takes late ones for misses. identity: the

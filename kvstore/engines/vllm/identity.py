@@ -65,7 +65,9 @@ def identity_of(
     }
     if getattr(torch.version, "hip", None):
         found["platform"] = "rocm"  # its fp8 is another format under the same names
-    if device == "cpu" or PACKED in backend:
+        # Some of its backends permute a block's cells, as these say.
+        found["switches"] = digest({k: v for k, v in sorted(os.environ.items()) if k.startswith("VLLM_ROCM")})
+    if device == "cpu" or PACKED in backend or "platform" in found:
         found["layout"] = layout  # elsewhere blocks are described cell by cell, wherever these lie
     if draft := _draft(vllm_config, options.weights):
         found["draft"] = digest(draft)

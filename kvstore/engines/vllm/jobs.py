@@ -6,7 +6,7 @@ ranks use them as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -57,20 +57,20 @@ Place = tuple[int, int]
 class Answer:
     """What became of loads and saves since the last answer; of several ranks once they are added up.
 
-    refused: {request: blocks that must not be used}. saved: {save: ranks that have done with it}. unsaved: {save: blocks
-    that some rank did not store}.
+    refused: {request: {block that must not be used: its hash}}. saved: {save: ranks that have done with it}. unsaved: {save:
+    blocks that some rank did not store}.
     """
 
-    refused: dict[str, set[Place]] = field(default_factory=dict)
+    refused: dict[str, dict[Place, bytes]] = field(default_factory=dict)
     saved: dict[int, int] = field(default_factory=dict)
     unsaved: dict[int, set[Place]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.refused or self.saved)
 
-    def refuse(self, request_id: str, places: Iterable[Place]) -> None:
+    def refuse(self, request_id: str, blocks: Mapping[Place, bytes]) -> None:
         """Add blocks that must not be used."""
-        self.refused.setdefault(request_id, set()).update(places)
+        self.refused.setdefault(request_id, {}).update(blocks)
 
     def save(self, number: int, unsaved: Iterable[Place], ranks: int = 1) -> None:
         """Add a save that a rank has done with, and what was not stored of it."""
@@ -79,7 +79,7 @@ class Answer:
 
     def add(self, other: Answer) -> None:
         """Add another rank's answer."""
-        for request_id, places in other.refused.items():
-            self.refuse(request_id, places)
+        for request_id, blocks in other.refused.items():
+            self.refuse(request_id, blocks)
         for number, ranks in other.saved.items():
             self.save(number, other.unsaved.get(number, ()), ranks)

@@ -181,6 +181,10 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"{name} is {size}: with context parallelism a block's tokens are dealt out to several ranks, which kvstore "
                 "does not describe; expected 1"
             )
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise EngineError(
+            "enable_sleep_mode is set: a sleeping engine unmaps the cache that kvstore copies from and to; leave it out"
+        )
     if vllm_config.model_config.is_encoder_decoder:
         raise UnsupportedCache(
             "this is an encoder-decoder model, whose KV does not follow from the decoder's tokens: expected a decoder-only "

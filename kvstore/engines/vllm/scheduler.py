@@ -6,35 +6,42 @@ import hashlib
 import logging
 import os
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.engines.vllm.jobs import Answer, Load, Place, Save, Span, Step
 from kvstore.engines.vllm.lookup import Lookup
+from kvstore.engines.vllm.refusals import Refusals
 
 log = logging.getLogger(__name__)
 MAX_FAILED_LOADS: Final = 3
 """After so many loads that failed, a request computes all that is left."""
-MAX_REFUSED: Final = 2**16
-"""Blocks that are known to be of no use; the ranks refuse older ones once more."""
 MAX_HELD_SHARE: Final = 4
 """At most this share of the cache's blocks is held for saves."""
 PATIENCE_S: Final = 1.0
 """How long a request that finds no room waits for saves to end, before another one is preempted."""
+MOST_PATIENCE_S: Final = 60.0
+"""After so long without an answer vLLM need not go on stepping for a save; its blocks are held on."""
+FRESH_S: Final = 0.05
+"""How long a lookup's answer holds for a request that asks again: where there is no room for it vLLM tries in every step."""
 
 
 @dataclass(eq=False)
 class Tracked:
     """A request. done: per group, how many of its leading blocks are in the store, or were offered; start: the token from
-    which the next load begins; hashes: the keys of its full blocks, by group; stale: whether it began before weights were
-    changed in place."""
+    which the next load begins; hashes: the keys of its full blocks, by group; stale: whether its KV may not be stored;
+    failing: whether its last load failed; next_save: nothing is to be saved before so many tokens are computed; found: the
+    last lookup's answer, with what was asked and when."""
 
     request: Any
     done: dict[int, int]
     start: int = 0
     failed_loads: int = 0
+    failing: bool = False
+    next_save: int = 0
+    found: tuple[tuple[object, ...], float, int] | None = None
     hashes: dict[int, list[bytes]] = field(default_factory=dict)
     stale: bool = False
 
@@ -75,7 +82,7 @@ class Scheduler:
         self._loads, self._saves = loads, saves
         self._tracked: dict[str, Tracked] = {}
         self._held: dict[int, Held] = {}
-        self._refused: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self._refused = Refusals()
         self._touches: list[tuple[int, list[bytes]]] = []
         self._begun: list[Load] = []
         self._number = 0
@@ -99,13 +106,21 @@ class Scheduler:
         tracked.start = computed
         if not self._loads or self.lookup is None or tracked.stale or tracked.failed_loads >= MAX_FAILED_LOADS:
             return 0
-        usable = self._usable(tracked, request.num_tokens - 1)
-        found = self.lookup.match(usable)
-        self.counts["lookups"] += 1
-        self.counts["tokens_found"] += max(0, found - computed)
+        found = self._found(tracked)
         for group, size in self._sizes.items():
             tracked.done[group] = max(tracked.done[group], found // size)
         return max(0, found - computed)
+
+    def _found(self, tracked: Tracked) -> int:
+        """How many leading tokens of a request the store has, by a lookup that is not older than FRESH_S."""
+        assert self.lookup is not None
+        request, now = tracked.request, time.monotonic()
+        asked = (request.num_tokens, len(request.block_hashes), self._refused.changes, self._salt)
+        if tracked.found is None or tracked.found[0] != asked or now - tracked.found[1] > FRESH_S:
+            self.counts["lookups"] += 1
+            tracked.found = (asked, now, self.lookup.match(self._usable(tracked, request.num_tokens - 1)))
+            self.counts["tokens_found"] += tracked.found[2]
+        return tracked.found[2]
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[Any]], tokens: int) -> None:
         """The request has blocks now; load so many tokens into those past the computed ones. blocks: by group."""
@@ -115,6 +130,7 @@ class Scheduler:
         end = tracked.start + tokens
         spans = [self._load_span(tracked, group, blocks[group], end) for group in self._sizes]
         load = Load(request.request_id, tuple(span for span in spans if span is not None))
+        tracked.failing, tracked.found = False, None
         self._begun.append(load)
         self.counts["loads"] += 1
 
@@ -127,8 +143,8 @@ class Scheduler:
 
     def answered(self, answer: Answer) -> None:
         """Take what the ranks did."""
-        for request_id, places in answer.refused.items():
-            self._load_failed(request_id, places)
+        for request_id, blocks in answer.refused.items():
+            self._load_failed(request_id, blocks)
         for number, ranks in answer.saved.items():
             held = self._held.get(number)
             if held is not None:
@@ -140,14 +156,23 @@ class Scheduler:
 
     @property
     def pending(self) -> bool:
-        """Whether saves are in flight."""
-        return bool(self._held)
+        """Whether saves are in flight that end soon."""
+        newest = next(reversed(self._held.values()), None)
+        return newest is not None and time.monotonic() - newest.since < MOST_PATIENCE_S
 
     @property
     def frees_soon(self) -> bool:
-        """Whether blocks that saves hold are about to come free."""
+        """Whether blocks are about to come free that nobody but the oldest save has."""
         oldest = next(iter(self._held.values()), None)
-        return oldest is not None and time.monotonic() - oldest.since < PATIENCE_S
+        if oldest is None or time.monotonic() - oldest.since > PATIENCE_S:
+            return False
+        return any(block.ref_cnt == 1 for block in oldest.blocks)
+
+    def leave_out(self, request_ids: Iterable[str]) -> None:
+        """Store nothing of these requests: another connector loads into their blocks while they run, and may fail."""
+        for request_id in request_ids:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.stale = True
 
     def forget(self) -> None:
         """Nothing that was stored so far is to be used any more, here or later: weights were changed in place. All keys are
@@ -175,7 +200,7 @@ class Scheduler:
             known, times = tracked.hashes.setdefault(group, []), size // self._hash_size
             if known and (len(known) * times > len(every) or self._key(every[len(known) * times - 1]) != known[-1]):
                 known.clear()
-                tracked.done[group] = 0
+                tracked.done[group] = tracked.next_save = 0
             ends = range((len(known) + 1) * times - 1, len(every), times)
             known += [self._key(every[end]) for end in ends]
         return tracked.hashes
@@ -189,10 +214,7 @@ class Scheduler:
         usable = dict[int, Sequence[bytes]]()
         for group, hashes in self._hashes(tracked).items():
             leading = hashes[: tokens // self._sizes[group]]
-            if self._refused:
-                bad = next((i for i, h in enumerate(leading) if (group, h) in self._refused), len(leading))
-                leading = leading[:bad]
-            usable[group] = leading
+            usable[group] = leading[: self._refused.before_first(group, leading)]
         return usable
 
     def _load_span(self, tracked: Tracked, group: int, blocks: Sequence[Any], end: int) -> Span | None:
@@ -214,9 +236,10 @@ class Scheduler:
         )
         for request_id, tokens in scheduled.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None or tracked.stale:
+            computed = 0 if tracked is None else tracked.request.num_computed_tokens + tokens
+            if tracked is None or tracked.stale or computed < tracked.next_save:
                 continue
-            spans, blocks = self._unsaved(tracked, tracked.request.num_computed_tokens + tokens, room)
+            spans, blocks = self._unsaved(tracked, computed, room)
             if blocks:
                 room -= len(blocks)
                 yield self._hold(tracked, spans, blocks)
@@ -226,6 +249,7 @@ class Scheduler:
         for them."""
         ends = {group: min(computed // size, len(self._hashes(tracked)[group])) for group, size in self._sizes.items()}
         if all(tracked.done[group] >= end for group, end in ends.items()):
+            tracked.next_save = min((tracked.done[group] + 1) * size for group, size in self._sizes.items())
             return [], []
         tables = self._manager.get_blocks(tracked.request.request_id).blocks
         spans, held = list[Span](), list[Any]()
@@ -233,6 +257,7 @@ class Scheduler:
             first = tracked.done[group]
             while first < end and tables[group][first].is_null:
                 first += 1
+            tracked.done[group] = max(first, tracked.done[group])
             end = min(end, first + room - len(held))
             last = next((i for i in range(first, end) if tables[group][i].is_null), end)
             if first < last:
@@ -250,21 +275,21 @@ class Scheduler:
         self.counts["saves"] += 1
         return save
 
-    def _load_failed(self, request_id: str, places: set[Place]) -> None:
-        """Blocks of a load must not be used: they are misses from here on, and are saved again once they were computed."""
+    def _load_failed(self, request_id: str, blocks: Mapping[Place, bytes]) -> None:
+        """Blocks of a load must not be used: they are misses from here on, whether or not the request lives, and are saved
+        again once they were computed."""
+        for (group, _), key in blocks.items():
+            self._refused.add(group, key)
         tracked = self._tracked.get(request_id)
-        self.counts["loads_failed"] += 1
         if tracked is None:
             return
-        tracked.failed_loads += 1
-        for group, position in places:
+        # Each rank answers for itself, maybe in another step.
+        if not tracked.failing:
+            self.counts["loads_failed"] += 1
+            tracked.failing, tracked.failed_loads = True, tracked.failed_loads + 1
+        tracked.next_save = 0
+        for group, position in blocks:
             tracked.done[group] = min(tracked.done[group], position)
-            self._refuse(group, self._hashes(tracked)[group][position])
-
-    def _refuse(self, group: int, key: bytes) -> None:
-        self._refused[group, key] = None
-        if len(self._refused) > MAX_REFUSED:
-            self._refused.popitem(last=False)
 
     def _save_ended(self, number: int, held: Held, ranks: int, unsaved: set[Place]) -> None:
         held.unsaved.update(unsaved)
@@ -276,4 +301,4 @@ class Scheduler:
         for span in held.save.spans:
             for i, key in enumerate(span.block_hashes):
                 if (span.group, span.start + i) not in held.unsaved:
-                    self._refused.pop((span.group, key), None)
+                    self._refused.discard(span.group, key)

@@ -25,7 +25,9 @@ NAMED: Final = ("model", "revision", "dtype", "quantization")
 def store_folder(options: Options, spec: Any) -> Path:
     """The store's folder; engines that run data-parallel have one each, since a shard has one writer."""
     parallel, folder = spec.config.parallel, Path(options.path)
-    return folder / f"dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else folder
+    index = parallel.data_parallel_index
+    # Of a dense model's engines each believes that it is the only one, and has its number all the same.
+    return folder / f"dp{index}" if parallel.data_parallel_size > 1 or index else folder
 
 
 class Engine(NamedTuple):

@@ -55,12 +55,14 @@ class Worker:
         self._touching = ThreadPoolExecutor(1, "kvstore-touch")
         self._touches: list[Future[None]] = []
         self._idle = False
+        self._due = Step()
         self._answer = Answer()
         self._bad_ids: set[int] = set()
 
     def begin(self, step: Step) -> None:
         """Begin a step's touches and loads. The blocks' former owners must have done with them on the current stream."""
-        self._idle = step.idle
+        self._begin_due()
+        self._due, self._idle = step, step.idle
         for group, hashes in step.touches:
             self._touch(group, hashes)
         for load in step.loads:
@@ -69,6 +71,13 @@ class Worker:
 
     def save(self, step: Step) -> None:
         """Begin a step's saves, of what the current stream has been given to compute, or queue them."""
+        self._due = step
+        self._begin_due()
+
+    def _begin_due(self) -> None:
+        """The saves of the last step that began, unless they were begun: there are ranks that vLLM does not tell of a step's
+        end. The blocks are held, so that they are as they were."""
+        step, self._due = self._due, Step()
         self._queued += step.saves
         self.counts["saves"] += len(step.saves)
         self._begin_saves()
@@ -103,6 +112,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Finish what runs and close the store; queued saves too, since their blocks still are as they were."""
+        self._begin_due()
         while self._queued:
             self._idle = True
             self.finished()
@@ -157,11 +167,11 @@ class Worker:
 
     def _end_load(self, request_id: str, running: Running) -> bool:
         """Note what a load came to. Whether some of its blocks must not be used."""
-        bad: set[Place] = set()
+        bad: dict[Place, bytes] = {}
         for span, result in _results(running):
             usable = [] if result is None else result.verified.tolist()
             lost = _left_out(usable, len(span.block_ids))
-            bad.update((span.group, span.start + i) for i in lost)
+            bad.update({(span.group, span.start + i): span.block_hashes[i] for i in lost})
             self._bad_ids.update(span.block_ids[i] for i in lost if self._groups == 1)
             self._count_load(span, result, len(lost))
         if bad:
