@@ -2,24 +2,32 @@
 PYTHON ?= python3
 VENV   := .venv
 READY  := $(VENV)/.ready
+VLLM_VENV  := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint campaign bench venv clean
+.PHONY: help demo test test-vllm lint campaign bench bench-vllm venv clean
 
 help:
 	@echo "make demo      the whole way with a real model, on the CPU"
 	@echo "make test      linters, types and tests"
+	@echo "make test-vllm the connector and the tier in the real vLLM, on the CPU; 3.5 GB of its own in $(VLLM_VENV)"
 	@echo "make lint      linters and types alone"
 	@echo "make campaign  fault campaigns: kills, power loss, damage, failing system calls; needs strace"
 	@echo "make bench     put and get against this machine's limits"
+	@echo "make bench-vllm  time to first token, and what the connector costs, in the real vLLM on the CPU"
 	@echo "make venv      set .venv up (the others do it by themselves)"
 	@echo "JOBS=N         tests and campaigns: so many processes at a time (default: all cores)"
-	@echo "make clean     remove .venv and what was built"
+	@echo "make clean     remove the environments and what was built"
 
 # Rebuilt when pyproject.toml changes, so that a second run costs nothing.
 $(READY): pyproject.toml tools/setup_venv.py
 	$(PYTHON) tools/setup_venv.py $(VENV)
+	@touch $@
+
+$(VLLM_READY): pyproject.toml tools/setup_vllm.py tools/setup_venv.py
+	$(PYTHON) tools/setup_vllm.py $(VLLM_VENV)
 	@touch $@
 
 venv: $(READY)
@@ -38,12 +46,20 @@ test: lint
 		--dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? = 5 ]
 	$(VENV)/bin/pytest -m alone $(PYTEST_ARGS) || [ $$? = 5 ]
 
+# vLLM pins what it needs, so it has an environment of its own. Engines of one file run one after another.
+test-vllm: $(VLLM_READY)
+	OMP_WAIT_POLICY=PASSIVE $(VLLM_VENV)/bin/pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile \
+		--no-loadscope-reorder tests/vllm $(PYTEST_ARGS)
+
 campaign: $(READY)
 	$(VENV)/bin/python -m tests.campaign --jobs $(JOBS) $(CAMPAIGN_ARGS)
 
 bench: $(READY)
 	$(VENV)/bin/kvstore bench $(BENCH_ARGS)
 
+bench-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python tools/bench_vllm.py $(BENCH_ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvstore kernels tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

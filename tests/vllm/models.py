@@ -1,0 +1,54 @@
+"""Tiny models with real weights, as folders that vLLM serves. Two folders of the same name and seed hold the same weights.
+
+The weights are wide (standard deviation 0.25), since with those that models start from every prompt has the same answer:
+here one wrong block changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import DeepseekV2Config, LlamaConfig
+
+VOCABULARY = 512
+CONTEXT = 8192
+WIDTH = 0.25
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": CONTEXT}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+COMMON = {"initializer_range": WIDTH, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama() -> Any:
+    """Full attention in three layers, with two KV heads."""
+    return transformers.LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, **COMMON, num_hidden_layers=3))
+
+
+def windowed() -> Any:
+    """Full attention in every second layer, a window of 64 tokens in the others: two KV cache groups."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    settings = {"sliding_window": 64, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+    return transformers.LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, **COMMON, **settings))
+
+
+def deepseek() -> Any:
+    """Multi-head latent attention, with as wide latents as vLLM's CPU kernel was compiled for."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 512}
+    widths = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 2}
+    experts = {"n_group": 1, "topk_group": 1, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1}
+    config = DeepseekV2Config(**SIZES, **COMMON, **heads, **widths, **experts, num_hidden_layers=2)
+    return transformers.DeepseekV2ForCausalLM(config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "windowed": windowed, "deepseek": deepseek}
+
+
+def write(name: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write one of MODELS as a folder, unless it is there; return it. Another seed makes other weights."""
+    if not (folder / "config.json").exists():
+        torch.manual_seed(seed)
+        MODELS[name]().to(dtype).save_pretrained(folder)
+    return folder
