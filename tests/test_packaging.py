@@ -65,7 +65,9 @@ def names(wheel: Path) -> list[str]:
 def test_the_wheel_holds_every_module_once_under_kvstore(wheel: Path) -> None:
     expected = [f"kvstore/{p.relative_to(ROOT / 'kvstore')}" for p in (ROOT / "kvstore").glob("*.py")]
     expected += [
-        f"kvstore/{folder}/{p.name}" for folder in ("engines", "fsck") for p in (ROOT / "kvstore" / folder).glob("*.py")
+        f"kvstore/{folder}/{p.name}"
+        for folder in ("engines", "engines/vllm", "fsck")
+        for p in (ROOT / "kvstore" / folder).glob("*.py")
     ]
     expected += [f"kvstore/{folder}/{p.name}" for folder in FOLDERS[1:] for p in (ROOT / folder).glob("*.py")]
     counted = Counter(name for name in names(wheel) if name.endswith(".py"))

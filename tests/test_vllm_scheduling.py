@@ -17,7 +17,7 @@ from kvstore import CacheIdentity, KVStore, PagedKVCache, StoreConfig
 from kvstore.engines.vllm.jobs import Answer, Load, Save, Span, Step
 from kvstore.engines.vllm.lookup import Lookup
 from kvstore.engines.vllm.refusals import MAX_REFUSED, REFUSED_S, Refusals
-from kvstore.engines.vllm.scheduler import MAX_FAILED_LOADS, Scheduler
+from kvstore.engines.vllm.scheduler import Scheduler
 from kvstore.engines.vllm.worker import Worker
 from kvstore.errors import StorePathError
 
@@ -124,6 +124,7 @@ class Engine:
 
     def load(self, computed: int = 0) -> Load:
         tokens = self.scheduler.matched(self.request, computed)
+        assert tokens is not None
         self.scheduler.allocated(self.request, self.manager.tables["a"].blocks, tokens)
         self.request.num_computed_tokens = computed + tokens
         [load] = self.scheduler.step({}).loads
@@ -204,8 +205,6 @@ def test_a_refused_block_is_a_miss_at_once_and_is_saved_again() -> None:
     refusal = Answer()
     refusal.refuse("a", {(0, 2): hashes[2]})
     engine.scheduler.answered(refusal)
-    engine.request.num_computed_tokens = 0
-    assert engine.scheduler.matched(engine.request, 0) == 2 * BLOCK
     other = Request("b", list(range(18)))
     engine.scheduler.new_request(other)
     assert engine.scheduler.matched(other, 0) == 2 * BLOCK
@@ -227,22 +226,22 @@ def test_a_block_that_was_not_saved_stays_a_miss() -> None:
     engine.request.num_computed_tokens = 0
     [save] = engine.compute(18).saves
     engine.scheduler.answered(answer_of(save, {(0, 1)}))
-    assert engine.scheduler.matched(engine.request, 0) == BLOCK
+    assert engine.scheduler.matched(Request("b", list(range(18))), 0) == BLOCK
 
 
-def test_a_request_whose_loads_fail_computes_in_the_end() -> None:
+def test_a_request_whose_load_failed_lets_others_pass_once_and_computes() -> None:
     engine = Engine(18)
     engine.known.stored = set(engine.request.block_hashes)
-    for _ in range(MAX_FAILED_LOADS):
-        engine.scheduler._refused = Refusals()
-        engine.load()
-        refusal = Answer()
-        refusal.refuse("a", {(0, 0): engine.request.block_hashes[0]})
-        engine.scheduler.answered(refusal)
+    engine.load()
+    refusal = Answer()
+    refusal.refuse("a", {(0, 0): engine.request.block_hashes[0]})
+    engine.scheduler.answered(refusal)
     engine.scheduler._refused = Refusals()
     asked = engine.known.asked
-    assert engine.scheduler.matched(engine.request, 0) == 0
+    assert [engine.scheduler.matched(engine.request, 0) for _ in range(3)] == [None, 0, 0]
     assert engine.known.asked == asked
+    other = engine.add("b", 18)
+    assert engine.scheduler.matched(other, 0) == 16
 
 
 def test_blocks_that_slid_out_of_a_window_are_neither_loaded_nor_saved() -> None:
@@ -310,7 +309,7 @@ def test_a_load_that_several_ranks_refuse_failed_once() -> None:
         refusal = Answer()
         refusal.refuse("a", {(0, position): engine.request.block_hashes[position]})
         engine.scheduler.answered(refusal)
-    assert engine.scheduler._tracked["a"].failed_loads == 1
+    assert engine.scheduler.counts["loads_failed"] == 1
 
 
 def test_refusals_are_bounded_in_time_and_number() -> None:

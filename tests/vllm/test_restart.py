@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from kvstore.tools.demo_text import STORY
 from kvstore.tools.model import smollm2_folder
 from tests.vllm import models
-from tests.vllm.harness import Answer, Clean, Engines, left, loadable, prompts, rejections, serving, wholly
+from tests.vllm.harness import Answer, Clean, Engines, left, loadable, prompts, serving, wholly
 
 Model = tuple[Path, dict[str, Any], int]
 """A model's folder, LLM's options, and the tokens of a block."""
@@ -77,17 +77,12 @@ def test_a_second_process_answers_the_same_and_skips_the_prefill(
         assert answer.rounds[0].computed == computed
 
 
-def test_latent_attention_is_stored_and_verified_where_it_lies(engines: Engines, weights: Path, store: Path) -> None:
-    """vLLM's own reference backend on a CPU computes the rest of a prompt as if nothing came before it (it has prefix
-    caching switched off), and answers differently for different batches: answers show nothing here, verified blocks do."""
+def test_latent_attention_on_a_cpu_is_refused(engines: Engines, weights: Path, store: Path) -> None:
+    """vLLM's reference backend there computes the rest of a prompt as if nothing came before it."""
     model = models.write("deepseek", weights / "deepseek-float32")
-    answers = [engines.run(model, [serving(REQUESTS)], store) for _ in range(2)]
-    blocks = sum(loadable(request, 16) // 16 for request in REQUESTS)
-    for answer in answers:
-        report("latent attention", answer)
-        assert rejections(answer.rounds[0].worker) == {}
-    assert answers[0].rounds[0].worker["blocks_saved"] >= blocks
-    assert answers[1].rounds[0].worker["blocks_loaded"] == blocks
+    answer = engines.ask(model, [serving(REQUESTS)], store)
+    assert answer.error is not None
+    assert "latent attention (MLA)" in answer.output.read_text(errors="replace")
 
 
 def test_the_next_round_of_one_engine_loads_what_the_last_one_stored(

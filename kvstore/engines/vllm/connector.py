@@ -191,7 +191,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the store has past the computed ones; they are loaded between steps."""
         found = self._scheduling.matched(request, num_computed_tokens)
-        return found, found > 0
+        return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks to load into."""

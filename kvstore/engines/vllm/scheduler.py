@@ -16,8 +16,6 @@ from kvstore.engines.vllm.lookup import Lookup
 from kvstore.engines.vllm.refusals import Refusals
 
 log = logging.getLogger(__name__)
-MAX_FAILED_LOADS: Final = 3
-"""After so many loads that failed, a request computes all that is left."""
 MAX_HELD_SHARE: Final = 4
 """At most this share of the cache's blocks is held for saves."""
 PATIENCE_S: Final = 1.0
@@ -32,14 +30,14 @@ FRESH_S: Final = 0.05
 class Tracked:
     """A request. done: per group, how many of its leading blocks are in the store, or were offered; start: the token from
     which the next load begins; hashes: the keys of its full blocks, by group; stale: whether its KV may not be stored;
-    failing: whether its last load failed; next_save: nothing is to be saved before so many tokens are computed; found: the
-    last lookup's answer, with what was asked and when."""
+    failed: whether a load of it failed; stepped_back: whether it has let others pass since; next_save: nothing is to be
+    saved before so many tokens are computed; found: the last lookup's answer, with what was asked and when."""
 
     request: Any
     done: dict[int, int]
     start: int = 0
-    failed_loads: int = 0
-    failing: bool = False
+    failed: bool = False
+    stepped_back: bool = False
     next_save: int = 0
     found: tuple[tuple[object, ...], float, int] | None = None
     hashes: dict[int, list[bytes]] = field(default_factory=dict)
@@ -100,11 +98,19 @@ class Scheduler:
         if self._loads:
             self._touches += [(group, list(hashes)) for group, hashes in self._hashes(tracked).items() if hashes]
 
-    def matched(self, request: Any, computed: int) -> int:
-        """How many tokens past the computed ones can be loaded; leaves at least one of the request to compute."""
+    def matched(self, request: Any, computed: int) -> int | None:
+        """How many tokens past the computed ones can be loaded; at least one is left to compute. None: ask again.
+
+        A request whose load failed computes all that is left. vLLM has it at the head of the queue of those that hold blocks,
+        and reserves room for it: another load would wait for its own reservation, and all others behind it, for ever. None,
+        once, takes it out of that queue.
+        """
         tracked = self._track(request)
         tracked.start = computed
-        if not self._loads or self.lookup is None or tracked.stale or tracked.failed_loads >= MAX_FAILED_LOADS:
+        if tracked.failed and not tracked.stepped_back:
+            tracked.stepped_back = True
+            return None
+        if not self._loads or self.lookup is None or tracked.stale or tracked.failed:
             return 0
         found = self._found(tracked)
         for group, size in self._sizes.items():
@@ -130,7 +136,7 @@ class Scheduler:
         end = tracked.start + tokens
         spans = [self._load_span(tracked, group, blocks[group], end) for group in self._sizes]
         load = Load(request.request_id, tuple(span for span in spans if span is not None))
-        tracked.failing, tracked.found = False, None
+        tracked.found = None
         self._begun.append(load)
         self.counts["loads"] += 1
 
@@ -201,13 +207,12 @@ class Scheduler:
             if known and (len(known) * times > len(every) or self._key(every[len(known) * times - 1]) != known[-1]):
                 known.clear()
                 tracked.done[group] = tracked.next_save = 0
-            ends = range((len(known) + 1) * times - 1, len(every), times)
-            known += [self._key(every[end]) for end in ends]
+            new = every[(len(known) + 1) * times - 1 :: times]
+            known += map(self._key, new) if self._salt else new
         return tracked.hashes
 
     def _key(self, block_hash: bytes) -> bytes:
-        own = bytes(block_hash)
-        return hashlib.blake2b(own, digest_size=32, key=self._salt).digest() if self._salt else own
+        return hashlib.blake2b(block_hash, digest_size=32, key=self._salt).digest() if self._salt else block_hash
 
     def _usable(self, tracked: Tracked, tokens: int) -> dict[int, Sequence[bytes]]:
         """The keys up to a token, and to the first that is known to be of no use."""
@@ -283,11 +288,8 @@ class Scheduler:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
-        # Each rank answers for itself, maybe in another step.
-        if not tracked.failing:
-            self.counts["loads_failed"] += 1
-            tracked.failing, tracked.failed_loads = True, tracked.failed_loads + 1
-        tracked.next_save = 0
+        self.counts["loads_failed"] += not tracked.failed
+        tracked.failed, tracked.next_save = True, 0
         for group, position in blocks:
             tracked.done[group] = min(tracked.done[group], position)
 
