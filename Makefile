@@ -46,7 +46,9 @@ test: lint
 		--dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? = 5 ]
 	$(VENV)/bin/pytest -m alone $(PYTEST_ARGS) || [ $$? = 5 ]
 
-# vLLM pins what it needs, so it has an environment of its own. Engines of one file run one after another.
+# vLLM pins what it needs, so it has an environment of its own; another numba would take the compiled loops of $(VENV) for
+# stale, and put its own in their place. Engines of one file run one after another.
+test-vllm bench-vllm: export NUMBA_CACHE_DIR = $(CURDIR)/$(VLLM_VENV)/numba
 test-vllm: $(VLLM_READY)
 	OMP_WAIT_POLICY=PASSIVE $(VLLM_VENV)/bin/pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile \
 		--no-loadscope-reorder tests/vllm $(PYTEST_ARGS)
