@@ -15,9 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 from lmdb.verify import VerifyError, verify
 from xxhash import xxh3_64_intdigest
 
@@ -304,15 +303,17 @@ def value_cut_short(path: Path) -> str | None:
     end = size // meta.page_size
     try:
         with path.open("rb") as file:
-            free = sum(int(np.count_nonzero(pages >= end)) for pages in _free_pages(file.fileno(), meta))
+            free = sum(int((pages >= end).sum()) for pages in _free_pages(file.fileno(), meta))
     except (struct.error, ValueError, OverflowError) as error:
         return f"the free list cannot be read: {error}"
     used = meta.last + 1 - end - free
     return f"the value that goes on at page {end} has {used} pages beyond EOF" if used > 0 else None
 
 
-def _free_pages(fd: int, meta: LastMeta) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint64]]]:
-    """The page numbers of each entry of the free list. Raises struct.error, ValueError, OverflowError where it is none."""
+def _free_pages(fd: int, meta: LastMeta) -> Iterator[Any]:
+    """The page numbers of each entry of the free list, uint64. Raises struct.error, ValueError, OverflowError where none is."""
+    import numpy as np  # takes as long as a check of a small store
+
     todo, left = [meta.free] if meta.free != NO_PAGE else [], meta.last
     while todo and left:
         page, left = os.pread(fd, meta.page_size, todo.pop() * meta.page_size), left - 1

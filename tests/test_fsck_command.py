@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,52 @@ def test_json_findings_come_as_they_are_made(stand: Stand, path: Path, monkeypat
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("store", 1),
+        ("--jobs 1 store", 1),
+        ("--jobs=1 store", 1),
+        ("--jobs 2 store", 2),
+        ("--jobs=16 --quick store", 2),
+        ("--repair store", 1),
+        ("--salvage --output new store", 0),
+        ("--help", 0),
+        ("", 0),
+    ],
+)
+def test_processes_start_while_the_options_are_read(
+    line: str, expected: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def ready(count: int) -> AbstractContextManager[None]:
+        started.append(count)
+        return nullcontext()
+
+    monkeypatch.setattr(fsck, "ready", ready)
+    monkeypatch.setattr(fsck, "app", lambda *_, **__: None)
+    run(*line.split())
+    assert started == [expected]
+
+
+def test_the_command_starts_without_what_its_processes_import() -> None:
+    heavy = {"numpy", "lmdb", "rich", "kvstore.fsck.scan", "kvstore.fsck.repair"}
+    code = f"import sys, kvstore.tools.fsck; print(sorted({heavy} & set(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&-", "<&- 2>&-"])
+def test_a_command_without_standard_streams_checks_all_the_same(real: Path, closed: str) -> None:
+    code = "import sys; from kvstore.tools.fsck import main; sys.exit(main())"
+    command = shlex.join([sys.executable, "-c", code, "--jobs", "2", str(real)])
+    ran = subprocess.run(["bash", "-c", f"{command} {closed}"], capture_output=True, text=True)
+    assert (ran.returncode, f"{real}: clean" in ran.stdout) == (0, True), ran
+    damage(real, 1)
+    assert subprocess.run(["bash", "-c", f"{command} {closed}"], capture_output=True).returncode == 4
 
 
 def test_options_reach_the_check(stand: Stand, path: Path, run: Run) -> None:

@@ -4,6 +4,7 @@ it; a clean store, and one that an engine is writing, gives no finding; whatever
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -34,8 +35,8 @@ from kvstore.fsck.reading import Plain, Reading
 from kvstore.fsck.scan import check, shards
 from kvstore.fsck.scanner import BYTES_AT_ONCE, LOST, PACED_S, Scanner
 from kvstore.fsck.stages import Problem
-from kvstore.fsck.survey import Survey, TooLong
-from kvstore.fsck.team import Child
+from kvstore.fsck.survey import RANGE_BYTES, Cuts, Survey, TooLong
+from kvstore.fsck.team import Child, ready
 from kvstore.hostpath import staging_sums
 from kvstore.record import chunk_key, parse_header
 from kvstore.span import Span
@@ -463,12 +464,40 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
     started: list[Child] = []
 
     class Counted(Child):
-        def __init__(self, said: dict[str, Any]) -> None:
+        def __init__(self) -> None:
             started.append(self)
-            super().__init__(said)
+            super().__init__()
 
     monkeypatch.setattr("kvstore.fsck.team.Child", Counted)
     return started
+
+
+def test_processes_that_are_ready_are_taken_and_the_others_ended(tmp_path: Path, processes: list[Child]) -> None:
+    shard = copied(tmp_path)
+    with ready(3):
+        started = list(processes)
+        assert len(started) == 3
+        assert checked(shard, jobs=2)[0] == []
+        assert processes == started
+        assert [child._process.poll() is None for child in started] == [False, False, True]
+        assert checked(shard, jobs=2)[0] == [], "one that is ready, one that is not"
+    assert len(processes) == 4
+    assert all(child._process.poll() is not None for child in processes)
+
+
+def test_processes_that_cannot_be_ready_are_started_when_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> Child:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    shard = copied(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvstore.fsck.team.Child", refused)
+        with ready(2), pytest.raises(BlockingIOError):
+            checked(shard)
+    with ready(0):
+        assert checked(shard)[0] == []
 
 
 def roots(shard: Path) -> dict[str, int]:
@@ -1001,6 +1030,25 @@ def ranges(monkeypatch: pytest.MonkeyPatch, many: Path) -> Path:
     monkeypatch.setattr("kvstore.fsck.scan.SMALL_RANGE", 20)
     (many / checkpoint.NAME).unlink(missing_ok=True)
     return many
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        (1, [100, 20]),
+        (RANGE_BYTES // 30 + 1, [30, 30, 30, 30]),
+        (RANGE_BYTES, [25, 25, 25, 25, 20]),
+        (2**62, [25] * 4 + [20]),
+    ],
+)
+def test_large_records_make_smaller_ranges_and_not_any_number_of_them(nbytes: int, expected: list[int]) -> None:
+    cuts = Cuts([], 100)
+    for number in range(120):
+        cuts.add(bytes([number]), nbytes)
+    assert [r.records for r in cuts.ranges] == expected
+    assert sum(r.nbytes for r in cuts.ranges) == 120 * nbytes
+    assert [r.start for r in cuts.ranges[1:]] == [r.end for r in cuts.ranges[:-1]]
+    assert (cuts.ranges[0].start, cuts.ranges[-1].end) == (b"", b"")
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

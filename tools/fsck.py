@@ -1,45 +1,52 @@
-"""The `kvstore-fsck` command: reads its options, has a store checked, prints what was found, repairs where it is told to."""
+"""The `kvstore-fsck` command: reads its options, has a store checked, prints what was found, repairs where it is told to.
+
+What reads and shows a store takes longer to import than the options take to read: it is imported in functions, once the
+scanning processes have been started, and a report or a repair where one is wanted.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.console import Console
 
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.fsck.findings import Finding, Progress
 from kvstore.fsck.options import Options, parse_sample
-from kvstore.fsck.shards import shards as shards_of
+from kvstore.fsck.team import ready
 from kvstore.tools import fsck_options
-from kvstore.tools.fsck_html import write_report
 from kvstore.tools.fsck_json import finding_line, summary_line
 from kvstore.tools.fsck_outcome import CANCELLED, CLEAN, DAMAGE, FAILED, USAGE, Run, one_line, printable
-from kvstore.tools.fsck_repairing import does_nothing, plan_words, plans, repair, salvage_all, salvaged_words
-from kvstore.tools.fsck_run import check_again, check_shards, oldest_first, progress_bar, terminable
-from kvstore.tools.fsck_text import show, show_advice, show_found
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 STATUSES: Final[dict[object, int]] = {2: USAGE, 130: CANCELLED}
 """Exit statuses of typer, for misuse and Ctrl-C: this command's are a sum in which there is no 2."""
 PLAIN_WIDTH: Final = 100
 """Of a table that goes to no terminal."""
 YES: Final = "yes"
+FIRST_JOBS: Final = 2
+"""Processes that have something to do as soon as a check begins: the trees, the index."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(list(sys.argv[1:] if arguments is None else arguments), prog_name="kvstore-fsck")
+        with ready(_first_jobs(given)):
+            app(given, prog_name="kvstore-fsck")
     except SystemExit as end:
         return STATUSES.get(end.code, int(end.code or CLEAN))
     except KeyboardInterrupt:
@@ -49,6 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return FAILED
     return CLEAN
+
+
+def _first_jobs(given: Sequence[str]) -> int:
+    """How many processes a check will most likely need at once; they start while the options are read. A guess: those that
+    are too many are ended, and those that lack are started later."""
+    if not given or not {"--help", "--version", "--salvage"}.isdisjoint(given):
+        return 0
+    text = " ".join(given)
+    return FIRST_JOBS if "--jobs" in text and not re.search(r"--jobs[ =]1\b", text) else 1
 
 
 def _version(wanted: bool) -> None:
@@ -140,7 +156,7 @@ def fsck(
         options = _usage(lambda: _options(quick, deep, device, sample, prefix, max_duration, resume, jobs, rate_limit))
         run = Run(store, options.stage, time.time(), _scope(sample, prefix), _again(quick, deep))
         run.again = _going_on(quick, sample, prefix, jobs, rate_limit)
-        raise typer.Exit(_run(run, oldest_first(folders) if resume else folders, options, ask))
+        raise typer.Exit(_run(run, folders, options, ask))
     except (KVStoreError, OSError) as error:
         _fail(one_line(error))
         raise typer.Exit(FAILED) from None
@@ -156,6 +172,13 @@ class Ask:
     compact: bool
     as_json: bool
     report: Path | None
+
+
+def shards_of(store: Path) -> list[Path]:
+    """The shards of a store. Raises StorePathError where there is none."""
+    from kvstore.fsck.shards import shards
+
+    return shards(store)
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -247,9 +270,11 @@ class Told:
 
 def _run(run: Run, folders: Sequence[Path], options: Options, ask: Ask) -> int:
     """Check, repair where that is wanted, and print; the exit status."""
+    from kvstore.tools.fsck_run import check_shards, oldest_first, progress_bar
+
     with progress_bar() as bar:
         told = Told(ask.as_json, bar)
-        check_shards(run, folders, options, told)
+        check_shards(run, oldest_first(folders) if options.resume else folders, options, told)
     planned: list[tuple[Path, list[str]]] = []
     changed = True
     if (ask.repair or ask.dry_run) and not run.interrupted:
@@ -260,14 +285,25 @@ def _run(run: Run, folders: Sequence[Path], options: Options, ask: Ask) -> int:
     if ask.as_json:
         print(summary_line(run, planned), flush=True)
     else:
-        (show if changed else show_advice)(run, _console())
+        _show(run, changed)
     if ask.report is not None:
+        from kvstore.tools.fsck_html import write_report
+
         write_report(run, ask.report)
         typer.echo(f"report: {ask.report}", err=True)
     return run.status
 
 
+def _show(run: Run, changed: bool) -> None:
+    """Print what a run came to. changed: whether what was found has not been shown yet."""
+    from kvstore.tools.fsck_text import show, show_advice
+
+    (show if changed else show_advice)(run, _console())
+
+
 def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
     console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PLAIN_WIDTH
@@ -277,6 +313,10 @@ def _console(stderr: bool = False) -> Console:
 def _repair(run: Run, options: Options, ask: Ask) -> tuple[list[tuple[Path, list[str]]], bool]:
     """The plans in words, and whether they were carried out, which has to be wanted and confirmed. What was found is shown
     before."""
+    from kvstore.tools.fsck_repairing import does_nothing, plan_words, plans, repair
+    from kvstore.tools.fsck_run import check_again, progress_bar, terminable
+    from kvstore.tools.fsck_text import show_found
+
     made = plans(run)
     worded = [(checked.shard, plan_words(todo, ask.compact)) for checked, todo in made]
     if not ask.as_json or not (ask.yes or ask.dry_run):
@@ -318,6 +358,9 @@ def _confirmed() -> bool:
 
 def _salvage(store: Path, folders: Sequence[Path], output: Path) -> int:
     """Copy what is intact into a new store; the exit status."""
+    from kvstore.tools.fsck_repairing import salvage_all, salvaged_words
+    from kvstore.tools.fsck_run import progress_bar, terminable
+
     try:
         with terminable(), progress_bar() as bar:
             done = salvage_all(store, folders, output, bar)

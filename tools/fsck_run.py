@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from kvstore.errors import KVStoreError
 from kvstore.fsck.findings import Finding, Progress, Summary
@@ -130,9 +128,22 @@ def _handled(handler: Callable[[int, Any], object], *signals: signal.Signals) ->
             signal.signal(number, handled)
 
 
+def _may_be_terminal() -> bool:
+    """Whether stderr is one, or is to be taken for one: rich knows these variables."""
+    told = any(name in os.environ for name in ("FORCE_COLOR", "TTY_COMPATIBLE"))
+    return told or (sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty())
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[Path, Progress], None]]:
     """A bar on stderr where that is a terminal, redrawn by the calls alone: it has no thread of its own."""
+    if not _may_be_terminal():
+        yield lambda shard, progress: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.audit import PREFIX_BYTES
 from kvstore.fsck.findings import KINDS
 from kvstore.tools.fsck_outcome import Checked, Row, Run, printable, rows, size
 from kvstore.tools.fsck_words import clean_line, repair_lines, state_words, verdict_words
@@ -24,7 +23,7 @@ def show(run: Run, console: Console) -> None:
     """Print what a run came to, what to do about it, and the first findings of each kind."""
     show_found(run, console)
     show_advice(run, console)
-    lines = [line for checked in run.shards for line in _examples(checked)]
+    lines = [line for checked in run.shards if checked.findings for line in _examples(checked)]
     if lines:
         _printer(console)(Text("\n".join(["", "Findings:", *lines]), style="dim"))
 
@@ -87,6 +86,9 @@ def _table(found: list[Row]) -> Table:
 
 def _examples(checked: Checked) -> list[str]:
     """The first findings of each kind, in words."""
+    # Where nothing was found it is not needed, and takes long to import.
+    from kvstore.audit import PREFIX_BYTES
+
     lines = []
     for row in rows(checked.findings):
         of_kind = [finding for finding in checked.findings if finding.kind == row.kind]

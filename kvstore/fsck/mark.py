@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from typing import Final
@@ -17,7 +18,7 @@ class Mark:
 
     def __init__(self, fd: int | None = None) -> None:
         """fd: of another process's mark, taken over; None makes one."""
-        self.fd = os.memfd_create("kvstore-fsck", os.MFD_CLOEXEC) if fd is None else fd
+        self.fd = _memory() if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, SIZE)
         self._memory = mmap.mmap(self.fd, SIZE)
@@ -36,3 +37,13 @@ class Mark:
         """Let the memory go."""
         self._memory.close()
         os.close(self.fd)
+
+
+def _memory() -> int:
+    """A descriptor of memory, of none of the numbers that a new process has its own standard streams under: they are free
+    here where this process was started without them."""
+    made = os.memfd_create("kvstore-fsck", os.MFD_CLOEXEC)
+    try:
+        return fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.errors import ConfigError
 
@@ -70,3 +70,12 @@ class Options:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}: expected a number above 0")
+
+
+class Range(NamedTuple):
+    """Index keys from start on, below end, which is empty where there is none; how many records and stored bytes."""
+
+    start: bytes
+    end: bytes
+    records: int
+    nbytes: int

@@ -15,11 +15,11 @@ from kvstore.fsck.checkpoint import Checkpoint, load, save
 from kvstore.fsck.findings import Finding, Progress, Summary
 from kvstore.fsck.mark import RECORD
 from kvstore.fsck.options import Options as Options
+from kvstore.fsck.options import Range
 from kvstore.fsck.options import Sample as Sample
 from kvstore.fsck.options import parse_sample as parse_sample
 from kvstore.fsck.shards import shards as shards
 from kvstore.fsck.structure import store_file
-from kvstore.fsck.survey import Range
 from kvstore.fsck.team import Child, Ended, Team, order
 from kvstore.fsck.work import ALL, Plan, Work
 from kvstore.storefile import DATA_NAME, MAX_MAP, boot_id, newest_meta

@@ -12,16 +12,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import lmdb
 
 from kvstore.blockdb import IDENTITY_PREFIX
 from kvstore.errors import KVStoreError, StoreDamaged
-from kvstore.fsck.content import Content
 from kvstore.fsck.findings import Finding
 from kvstore.fsck.glance import intact
 from kvstore.fsck.mark import RECORD, WALK, Mark
@@ -33,6 +32,9 @@ from kvstore.record import Header, parse_header
 from kvstore.reports import sequence_of
 from kvstore.snapshot import ReadView
 from kvstore.storefile import DATA_NAME
+
+if TYPE_CHECKING:
+    from kvstore.fsck.content import Content
 
 SNAPSHOT_S: Final = 0.5
 """How long a snapshot lasts before it is renewed, and one record more."""
@@ -63,7 +65,7 @@ class Scanner:
     def __init__(self, order: dict[str, Any], mark: Mark, say: Say) -> None:
         self._shard, self._stage = Path(order["shard"]), order["stage"]
         self._prefix, self._rate = bytes.fromhex(order["prefix"]), order["rate"]
-        self._content = Content(order["device"], {}) if self._stage == "deep" else None
+        self._content = _content(order["device"]) if self._stage == "deep" else None
         self._mark, self._say = mark, say
         self._open: Reading | None = None
         self._plain: Plain | None = None
@@ -290,6 +292,13 @@ class Scanner:
             time.sleep(self._due - now)
 
 
+def _content(device: str) -> Content:
+    # Deep checks alone need it.
+    from kvstore.fsck.content import Content
+
+    return Content(device, {})
+
+
 def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -303,17 +312,20 @@ def main(arguments: list[str]) -> None:
     def say(message: dict[str, Any]) -> None:
         print(json.dumps(message), file=out, flush=True)
 
-    try:
+    # Where nobody listens any more, or the end was asked for, the shard is closed all the same.
+    with suppress(BrokenPipeError, SystemExit):
         _serve(Mark(int(arguments[0])), say)
-    except BrokenPipeError:
-        # Nobody listens any more, and Python would try to flush.
-        os._exit(0)
+    # Nothing is left to do: Python would try to flush what nobody reads, and take down its modules one by one.
+    os._exit(0)
 
 
 def _serve(mark: Mark, say: Say) -> None:
-    order = json.loads(sys.stdin.readline())
+    order = sys.stdin.readline()
+    if not order:
+        # It was started early, and is not needed.
+        return
     try:
-        scanner = Scanner(order, mark, say)
+        scanner = Scanner(json.loads(order), mark, say)
     except KVStoreError as error:
         say({"refused": [type(error).__name__, str(error)]})
         return

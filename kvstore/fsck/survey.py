@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -20,6 +20,7 @@ from kvstore.blockdb import USAGE_KEY
 from kvstore.fsck.chunks import U64, Chunks, Ints
 from kvstore.fsck.findings import Finding
 from kvstore.fsck.glance import sketch
+from kvstore.fsck.options import Range
 from kvstore.fsck.reading import Reading
 from kvstore.fsck.stages import HEADER_KINDS, NAMED, impossible
 from kvstore.quarantine import parse_entry
@@ -33,6 +34,9 @@ AT_ONCE: Final = 4096
 PATIENCE_S: Final = 10.0
 """How long one snapshot may last where the store is written meanwhile."""
 MAX_RANGES: Final = 256
+RANGE_BYTES: Final = 2**28
+"""Stored bytes of a range, about, where it has a SMALLER_BY-th of the records: the last ranges keep all processes busy."""
+SMALLER_BY: Final = 4
 PAYLOAD_KEY_BYTES: Final = 10
 CLOCK_ASTRAY_US: Final = 86_400 * 10**6
 MOST_RAW: Final = 2**40
@@ -41,15 +45,6 @@ NEWER: Final = "stored bytes that no record names: records of a newer version ma
 UNSURE: Final = (
     "raw and stored bytes in the accounting, but within bounds: those of damaged index entries are not known"
 )
-
-
-class Range(NamedTuple):
-    """Index keys from start on, below end, which is empty where there is none; how many records and stored bytes."""
-
-    start: bytes
-    end: bytes
-    records: int
-    nbytes: int
 
 
 @dataclass
@@ -62,7 +57,7 @@ class Surveyed:
 
 
 class Cuts:
-    """Cuts the index in ranges: at boundaries, and after so many records."""
+    """Cuts the index in ranges: at boundaries, and after so many records, or fewer where these are large."""
 
     def __init__(self, boundaries: Sequence[bytes], step: int) -> None:
         self.ranges: list[Range] = []
@@ -75,10 +70,14 @@ class Cuts:
             self._next += 1
         if self._next > before:
             self._cut(self._boundaries[before], self._boundaries[self._next - 1])
-        elif not self.ranges or self.ranges[-1].records >= self._step:
+        elif not self.ranges or self._full(self.ranges[-1]):
             self._cut(key if self.ranges else b"", key if self.ranges else b"")
         last = self.ranges[-1]
         self.ranges[-1] = last._replace(records=last.records + 1, nbytes=last.nbytes + nbytes)
+
+    def _full(self, last: Range) -> bool:
+        large = last.nbytes >= RANGE_BYTES and last.records * SMALLER_BY >= self._step
+        return large or last.records >= self._step
 
     def _cut(self, end: bytes, start: bytes) -> None:
         if self.ranges:

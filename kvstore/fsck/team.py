@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -55,7 +55,7 @@ def order(shard: Path, options: Options) -> dict[str, Any]:
 class Child:
     """One scanning process. Belongs to one thread. Raises OSError where it cannot be started."""
 
-    def __init__(self, said: dict[str, Any]) -> None:
+    def __init__(self) -> None:
         self._mark = Mark()
         command = [sys.executable, "-c", START, json.dumps(sys.path), str(self._mark.fd)]
         pipe = subprocess.PIPE
@@ -78,6 +78,9 @@ class Child:
         os.set_blocking(self.out.fileno(), False)
         self._received = b""
         self.idle = True
+
+    def begin(self, said: dict[str, Any]) -> None:
+        """Say what is to be checked, once and first: what `order` made. Until then the process opens no file of a store."""
         self.give(said)
         self.idle = True
 
@@ -135,6 +138,27 @@ def _status_in_words(status: int) -> str:
         return f"status {status}"
 
 
+_ready: list[Child] = []
+"""Processes that were started and not told yet what to check."""
+
+
+@contextmanager
+def ready(count: int) -> Iterator[None]:
+    """Have so many scanning processes start while the block finds out what they are to check: the teams made in it take
+    them. Those that none took are ended behind it. For one thread at a time."""
+    try:
+        # What cannot be started now is started when it is needed, and says then why it cannot.
+        with suppress(OSError):
+            for _ in range(count):
+                _ready.append(Child())
+        yield
+    finally:
+        for child in _ready:
+            child.dismiss()
+        while _ready:
+            _ready.pop().end()
+
+
 class Team:
     """The scanning processes of one check. Belongs to one thread."""
 
@@ -151,8 +175,9 @@ class Team:
                 return child
         if len(self._children) == self._most:
             return None
-        child = Child(self._order)
+        child = _ready.pop(0) if _ready else Child()
         self._children.append(child)
+        child.begin(self._order)
         self._selector.register(child.out, selectors.EVENT_READ, child)
         return child
 

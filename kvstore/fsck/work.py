@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.fsck.checkpoint import Checkpoint, Part, added
-from kvstore.fsck.options import STAGES, Options
-from kvstore.fsck.survey import Range
+from kvstore.fsck.options import STAGES, Options, Range
 
 ALL: Final = 2**62
 

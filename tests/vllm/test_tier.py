@@ -254,11 +254,18 @@ def test_rows_of_another_model_or_split_are_not_found(tmp_path: Path, change: st
     second.tier.shutdown()
 
 
+def stop(process: int) -> None:
+    """Stop a process, and wait until none of its threads runs."""
+    os.kill(process, signal.SIGSTOP)
+    tasks = list(Path(f"/proc/{process}/task").iterdir())
+    wait_for(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks))
+
+
 def test_a_killed_io_process_costs_misses(bench: Bench) -> None:
     keys = keys_of(4)
     bench.store(keys[:2], [0, 1])
     process = bench.tier._store.io_process_id
-    os.kill(process, signal.SIGSTOP)
+    stop(process)
     bench.submit(keys[2:], [2, 3], False, bench.context(keys[2:], first=2))
     bench.submit(keys[:2], [8, 9], True, bench.context(keys[:2]))
     assert list(bench.tier.get_finished_jobs()) == [], "submitting does not wait"
@@ -277,7 +284,7 @@ def test_a_hung_io_process_is_waited_for_by_no_lookup(tmp_path: Path) -> None:
     bench, keys = Bench(tmp_path, io_timeout_s=LOOKUP_PATIENCE_S + 2), keys_of(2)
     bench.store(keys, [0, 1])
     process = bench.tier._store.io_process_id
-    os.kill(process, signal.SIGSTOP)
+    stop(process)
     try:
         context = bench.context(keys)
         assert [bench.tier.lookup(key, context) for key in keys] == [RETRY] * 2

@@ -11,7 +11,7 @@ from kvstore.engines.vllm.caches import Described, describe, scheduler_side
 from kvstore.engines.vllm.identity import identity_of, unstable_hashes
 from kvstore.engines.vllm.jobs import Answer, Step
 from kvstore.engines.vllm.lookup import Lookup
-from kvstore.engines.vllm.options import Options, check_supported, failure_policy_notice, roles
+from kvstore.engines.vllm.options import Options, check_attention, check_supported, failure_policy_notice, roles
 from kvstore.engines.vllm.scheduler import Scheduler
 from kvstore.engines.vllm.specs import groups_of
 from kvstore.engines.vllm.versions import check_version
@@ -85,6 +85,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._config, self._groups_config = vllm_config, kv_cache_config
         self._options = Options.of(transfer.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config)
+        check_attention(vllm_config)
         self._stores, self._loads = roles(transfer)
         self._worker: Worker | None = None
         self._scheduler: Scheduler | None = None

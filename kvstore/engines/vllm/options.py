@@ -185,11 +185,6 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise EngineError(
             "enable_sleep_mode is set: a sleeping engine unmaps the cache that kvstore copies from and to; leave it out"
         )
-    if getattr(vllm_config.model_config, "use_mla", False) and vllm_config.device_config.device_type == "cpu":
-        raise UnsupportedCache(
-            "this model has latent attention (MLA), for which vLLM computes a prompt on a CPU as if nothing came before it "
-            "(it switches prefix caching off): what is loaded would be ignored; expected a GPU, or another model"
-        )
     if vllm_config.model_config.is_encoder_decoder:
         raise UnsupportedCache(
             "this is an encoder-decoder model, whose KV does not follow from the decoder's tokens: expected a decoder-only "
@@ -198,3 +193,12 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         roles(vllm_config.kv_transfer_config)
     groups_of(kv_cache_config)
+
+
+def check_attention(vllm_config: Any) -> None:
+    """Refuse models for which vLLM's attention does not read what is loaded. Raises UnsupportedCache."""
+    if getattr(vllm_config.model_config, "use_mla", False) and vllm_config.device_config.device_type == "cpu":
+        raise UnsupportedCache(
+            "this model has latent attention (MLA), for which vLLM computes a prompt on a CPU as if nothing came before it "
+            "(it switches prefix caching off): what is loaded would be ignored; expected a GPU, or another model"
+        )
