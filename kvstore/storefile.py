@@ -311,7 +311,7 @@ def value_cut_short(path: Path) -> str | None:
 
 
 def _free_pages(fd: int, meta: LastMeta) -> Iterator[Any]:
-    """The page numbers of each entry of the free list, uint64. Raises struct.error, ValueError, OverflowError where none is."""
+    """Each entry's page numbers of the free list, uint64. Raises struct.error, ValueError, OverflowError where it is none."""
     import numpy as np  # takes as long as a check of a small store
 
     todo, left = [meta.free] if meta.free != NO_PAGE else [], meta.last
