@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -225,6 +226,8 @@ def test_the_engine_does_not_map_the_database(store: KVStore) -> None:
 
 
 def test_closing_leaves_no_process_no_thread_and_no_memory(tmp_path: Path) -> None:
+    # Exceptions of other tests hold their frames, and what these held, until they are collected.
+    gc.collect()
     before = {thread.name for thread in threading.enumerate()}
     store = open_store(tmp_path, make_cache(), QUICK, io="process")
     assert store.put_blocks(HASHES[:4], range(4)).stored.all()

@@ -270,15 +270,23 @@ def test_a_child_that_ends_in_the_ordinary_way_disturbs_no_thread_of_the_parent(
 def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path, cache: PagedKVCache) -> None:
     store = open_store(tmp_path, cache)
     reader, writer = os.pipe()
-    pid, said = fork(lambda: os.read(reader, 1))
+    begun, begins = os.pipe()
+
+    def live_on() -> bytes:
+        os.write(begins, b"x")
+        return os.read(reader, 1)
+
+    pid, said = fork(live_on)
     try:
+        # A child gives its copies up before it runs anything else, and until then it has them.
+        os.read(begun, 1)
         store.close()
         with open_store(tmp_path, cache) as again:
             assert again.put_blocks(HASHES[:1], [0]).stored.all()
     finally:
         os.write(writer, b"x")
         os.waitpid(pid, 0)
-        for fd in (reader, writer, said):
+        for fd in (reader, writer, begun, begins, said):
             os.close(fd)
 
 
