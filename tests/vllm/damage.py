@@ -104,10 +104,13 @@ class Records(Raw):
         }[kind]()
 
     def whole(self, header: Header) -> bool:
-        """Whether a record has all of its chunks, and the directory that its header names: it can be damaged further."""
-        directory = self.value("payload", chunk_key(header.sequence, 0))
+        """Whether a record lies under its own key and has all of its chunks, and the directory that its header names: it can be
+        damaged further."""
+        directory, entry = self.value("payload", chunk_key(header.sequence, 0)), self.entry(header.key)
         return (
-            directory is not None
+            entry is not None
+            and parse_header(entry) == header
+            and directory is not None
             and xxh3_64_intdigest(directory) == header.directory_hash
             and bool(self._chunks(header))
         )
