@@ -104,8 +104,8 @@ class Records(Raw):
         }[kind]()
 
     def whole(self, header: Header) -> bool:
-        """Whether a record lies under its own key and has all of its chunks, and the directory that its header names: it can be
-        damaged further."""
+        """Whether a record lies under its own key and has all of its chunks and the directory that its header names, so that
+        it can be damaged further."""
         directory, entry = self.value("payload", chunk_key(header.sequence, 0)), self.entry(header.key)
         return (
             entry is not None
