@@ -15,30 +15,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
+from tests.vllm import engine  # first: it sets vLLM's environment
 
+# isort: split
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-OPTIONS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_seqs": 4,
-    "dtype": "float32",
-    "seed": 0,
-    "block_size": 32,
-    "kv_cache_memory_bytes": 16 << 20,
-    "distributed_executor_backend": "uni",
-}
+OPTIONS: dict[str, Any] = engine.OPTIONS | {"max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}
 HOST_BYTES = 8 << 20
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 from kvstore.engines.vllm.caches import Described, describe, scheduler_side
@@ -105,7 +104,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         described = describe(self._config, self._groups_config, kv_caches)
         options = self._options
         store = KVStore(
-            self._folder,
+            options.folder(self._config.parallel_config),
             described.cache,
             self._identity(described),
             options.store_config,
@@ -277,21 +276,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._config, self._options, described.layers, described.device, described.layout, described.backend
         )
 
-    @property
-    def _folder(self) -> Path:
-        """The store's folder; engines that run data-parallel have one each, since a shard has one writer."""
-        parallel, folder = self._config.parallel_config, Path(self._options.path)
-        index = parallel.data_parallel_index
-        # Of a dense model's engines each believes that it is the only one, and has its number all the same.
-        return folder / f"dp{index}" if parallel.data_parallel_size > 1 or index else folder
-
     def _reader(self, identity: CacheIdentity | None) -> KVStore:
         """A reader of all ranks' shards, whose answers the scheduler waits for: it takes late ones for misses. identity: the
         ranks'; None: as vLLM's configuration has it here."""
         described = scheduler_side(self._config, self._groups_config, identity.layers if identity else None)
         known = self._identity(described) if identity is None else identity
         config = replace(self._options.store_config, io_timeout_s=LOOKUP_TIMEOUT_S)
-        return KVStore(self._folder, described.cache, known, config, mode="r", io="process")
+        folder = self._options.folder(self._config.parallel_config)
+        return KVStore(folder, described.cache, known, config, mode="r", io="process")
 
     def _make_scheduler(self) -> Scheduler:
         sizes = {group.number: group.block_size for group in groups_of(self._groups_config) if group.specs}

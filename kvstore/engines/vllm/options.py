@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Final
 
 from kvstore.config import StoreConfig
@@ -40,6 +41,13 @@ class Options:
     io: str = "process"
     identity: Mapping[str, Scalar] = field(default_factory=dict)
     weights: str = ""
+
+    def folder(self, parallel: Any) -> Path:
+        """The store's folder. Engines that run data-parallel have one each, since a shard has one writer; of a dense model's
+        engines each believes that it is the only one, and has its number all the same. parallel: what has vLLM's
+        data_parallel_size and data_parallel_index."""
+        index = parallel.data_parallel_index
+        return Path(self.path, f"dp{index}") if parallel.data_parallel_size > 1 or index else Path(self.path)
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> Options:

@@ -60,7 +60,7 @@ class Scheduler:
     """Plans loads and saves of one engine. All calls come from vLLM's scheduler thread; none waits for a disk.
 
     block_sizes: {group: tokens}; hash_block_size: tokens a hash of the request; ranks: workers that answer each save.
-    loads, saves: whether it does either. clock: seconds, for patience alone.
+    loads, saves: whether it does either.
 
     What is loaded is loaded before the request runs, so that nothing is ever computed from a block that was refused; and a
     block is held by a reference of its own until every rank has copied it, whatever becomes of its request.
@@ -225,9 +225,8 @@ class Scheduler:
     def _load_span(self, tracked: Tracked, group: int, blocks: Sequence[Any], end: int) -> Span | None:
         """A group's blocks to load; None where vLLM needs none of it. Leading null blocks are those that slid out."""
         size = self._sizes[group]
-        first, last = tracked.start // size, end // size
-        while first < last and blocks[first].is_null:
-            first += 1
+        last = end // size
+        first = _past_nulls(blocks, tracked.start // size, last)
         return self._span(tracked, group, blocks, first, last) if first < last else None
 
     def _span(self, tracked: Tracked, group: int, blocks: Sequence[Any], first: int, last: int) -> Span:
@@ -259,9 +258,7 @@ class Scheduler:
         tables = self._manager.get_blocks(tracked.request.request_id).blocks
         spans, held = list[Span](), list[Any]()
         for group, end in ends.items():
-            first = tracked.done[group]
-            while first < end and tables[group][first].is_null:
-                first += 1
+            first = _past_nulls(tables[group], tracked.done[group], end)
             tracked.done[group] = max(first, tracked.done[group])
             end = min(end, first + room - len(held))
             last = next((i for i in range(first, end) if tables[group][i].is_null), end)
@@ -304,3 +301,8 @@ class Scheduler:
             for i, key in enumerate(span.block_hashes):
                 if (span.group, span.start + i) not in held.unsaved:
                     self._refused.discard(span.group, key)
+
+
+def _past_nulls(blocks: Sequence[Any], first: int, end: int) -> int:
+    """The first place from `first` on with a block, `end` where there is none before it."""
+    return next((i for i in range(first, end) if not blocks[i].is_null), max(first, end))

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvstore.engines.vllm.identity import unstable_hashes
 from kvstore.engines.vllm.options import Options
-from kvstore.engines.vllm.tier_config import find_engine, store_folder, tier_identity
+from kvstore.engines.vllm.tier_config import find_engine, tier_identity
 from kvstore.engines.vllm.tier_lookup import Lookups
 from kvstore.engines.vllm.tier_rows import GROUP, Place, Places, Run, describe_rows, store_hash
 from kvstore.engines.vllm.versions import check_version
@@ -255,7 +255,7 @@ def _open(spec: Any, options: Options, primary_kv_view: memoryview) -> KVStore:
     if engine is not None and (notice := unstable_hashes(engine.vllm_config)) is not None:
         log.warning("%s", notice)
     identity = tier_identity(options, spec, cache, engine)
-    return KVStore(store_folder(options, spec), cache, identity, options.store_config, io=options.io)
+    return KVStore(options.folder(spec.config.parallel), cache, identity, options.store_config, io=options.io)
 
 
 def _get(store: KVStore, run: Run) -> GetResult:

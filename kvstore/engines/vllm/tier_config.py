@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -20,14 +19,6 @@ from kvstore.identity import CacheIdentity, Scalar
 
 NAMED: Final = ("model", "revision", "dtype", "quantization")
 """What an identity has fields for; its overrides may have further names."""
-
-
-def store_folder(options: Options, spec: Any) -> Path:
-    """The store's folder; engines that run data-parallel have one each, since a shard has one writer."""
-    parallel, folder = spec.config.parallel, Path(options.path)
-    index = parallel.data_parallel_index
-    # Of a dense model's engines each believes that it is the only one, and has its number all the same.
-    return folder / f"dp{index}" if parallel.data_parallel_size > 1 or index else folder
 
 
 class Engine(NamedTuple):
