@@ -62,6 +62,15 @@ class Manager:
         return self.tables[request_id]
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """vLLM's LoRARequest."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
 @dataclass(eq=False)
 class Request:
     """A request of tokens whose hashes are chained."""
@@ -69,6 +78,8 @@ class Request:
     request_id: str
     tokens: list[int]
     num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    lora_request: Adapter | None = None
 
     @property
     def num_tokens(self) -> int:

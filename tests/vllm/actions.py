@@ -15,6 +15,7 @@ from typing import Any
 
 from kvstore.storefile import DATA_NAME
 from tests.campaign.fulldisk import mount_small
+from tests.vllm import models
 from tests.vllm.damage import damage_some
 
 PATIENCE_S = 20.0
@@ -106,6 +107,11 @@ def bound_files(engine: Any, more: int | None = 0) -> None:
 def damage(engine: Any, seed: int, count: int) -> None:
     """Damage records of the rank's shard while it is open."""
     damage_some(stores(engine)[0].folder, random.Random(seed), count)
+
+
+def write_adapter(engine: Any, path: str, seed: int) -> None:
+    """Write a LoRA adapter over what is there."""
+    models.write_adapter(Path(path), seed)
 
 
 def pause(engine: Any, seconds: float) -> None:

@@ -108,4 +108,5 @@ def config(
         attention_config=SimpleNamespace(backend=backend, backend_per_kind={}),
         speculative_config=speculative_config,
         kv_transfer_config=kv_transfer_config,
+        lora_config=None,
     )

@@ -135,7 +135,7 @@ class Clean:
 
     def tokens(self, model: Path, requests: Sequence[dict[str, Any]], **options: Any) -> list[list[int]]:
         """The answers to requests. options: LLM's."""
-        names = [json.dumps([str(model), options, r["ids"], r.get("max_tokens", 0)]) for r in requests]
+        names = [json.dumps([str(model), options, r["ids"], plain(r)]) for r in requests]
         new = {
             name: {"ids": r["ids"]} | plain(r)
             for name, r in zip(names, requests, strict=True)
@@ -149,7 +149,7 @@ class Clean:
 
 def plain(request: dict[str, Any]) -> dict[str, Any]:
     """Of a request, what its answer depends on beside its ids."""
-    return {key: request[key] for key in ("max_tokens",) if key in request}
+    return {key: request[key] for key in ("max_tokens", "lora") if key in request}
 
 
 def serving(requests: Sequence[dict[str, Any]], **options: Any) -> dict[str, Any]:

@@ -6,12 +6,15 @@ here one wrong block changes it.
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import DeepseekV2Config, LlamaConfig
 
 VOCABULARY = 512
@@ -19,6 +22,8 @@ CONTEXT = 8192
 WIDTH = 0.25
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": CONTEXT}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+TICKS_S = 0.1
+"""An engine that starts so long after a file was written knows that it is older."""
 COMMON = {"initializer_range": WIDTH, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -51,4 +56,23 @@ def write(name: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.flo
     if not (folder / "config.json").exists():
         torch.manual_seed(seed)
         MODELS[name]().to(dtype).save_pretrained(folder)
+        time.sleep(TICKS_S)
+    return folder
+
+
+def write_adapter(folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter of the tiny Llama as a folder, over what is there; return it. Another seed makes other weights
+    in files of the same sizes."""
+    chance, rank, sizes = torch.Generator().manual_seed(seed), 8, {"q_proj": 128, "k_proj": 64, "v_proj": 64}
+    tensors = {}
+    for layer in range(3):
+        for module, size in sizes.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = WIDTH * torch.randn(rank, SIZES["hidden_size"], generator=chance)
+            tensors[f"{name}.lora_B.weight"] = WIDTH * torch.randn(size, rank, generator=chance)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(sizes), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    time.sleep(TICKS_S)
     return folder

@@ -7,6 +7,9 @@ import os
 import re
 import shutil
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -16,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvstore.engines.vllm import weights
 from kvstore.engines.vllm.identity import digest, identity_of, unstable_hashes
 from kvstore.engines.vllm.options import Options
-from kvstore.engines.vllm.weights import weights_digest
+from kvstore.engines.vllm.weights import CLOCK_STEP_S, weights_digest
 from kvstore.errors import EngineError
 from kvstore.identity import CacheIdentity, LayerSpec
 from tests.vllm import models
@@ -151,8 +155,12 @@ def checkpoint(folder: Path, parts: int = 2) -> Path:
     return folder
 
 
+LATER = 2.0**33
+"""Seconds since the epoch: what is written here is older than what began then."""
+
+
 def of_folder(folder: Path | str, load_format: str = "auto", **changed: Any) -> str:
-    return weights_digest(model(folder=str(folder), **changed), SimpleNamespace(load_format=load_format))
+    return weights_digest(model(folder=str(folder), **changed), SimpleNamespace(load_format=load_format), began=LATER)
 
 
 def rewrite(file: Path, data: bytes, **stat: Any) -> None:
@@ -200,6 +208,34 @@ def test_a_checkpoint_that_is_moved_or_copied_with_its_times_is_the_same(tmp_pat
     assert of_folder(folder.rename(tmp_path / "c")) == before
     (tmp_path / "link").symlink_to(tmp_path / "c")
     assert of_folder(tmp_path / "link") == before
+
+
+def test_weights_that_may_have_changed_since_they_were_loaded_are_no_later_engines(tmp_path: Path) -> None:
+    """A folder that is copied over while an engine starts: what it serves need not be what lies there now."""
+    folder = checkpoint(tmp_path / "a")
+    settled = of_folder(folder)
+    settings = (model(folder=str(folder)), SimpleNamespace(load_format="auto"))
+    while time.time() < folder.stat().st_ctime + 2 * CLOCK_STEP_S:
+        time.sleep(0.01)
+    began = time.time()
+    assert weights_digest(*settings, began) == settled
+    (folder / "extra.safetensors").write_bytes(bytes(16))
+    (folder / "extra.safetensors").unlink()
+    doubtful = weights_digest(*settings, began)
+    assert doubtful.startswith(f"{settled}:changed ")
+    assert weights_digest(*settings, began) == doubtful
+    assert weights_digest(*settings, time.time() + 1) == settled
+
+
+def test_it_is_known_when_a_process_started() -> None:
+    before = time.time()
+    child = subprocess.run(
+        [sys.executable, "-c", "from kvstore.engines.vllm.weights import process_started as p; print(p())"],
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert before - 2 * CLOCK_STEP_S <= float(child.stdout) <= before + 1
 
 
 def test_a_commit_is_taken_where_there_is_one(tmp_path: Path) -> None:
@@ -282,7 +318,8 @@ def real(folder: Path, **changed: Any) -> CacheIdentity:
     return made(arguments(**plain | changed).create_engine_config(), device="cpu")
 
 
-def test_a_real_configuration_has_an_identity(folder: Path, tmp_path: Path) -> None:
+def test_a_real_configuration_has_an_identity(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "process_started", lambda: LATER)
     before = real(folder)
     assert (before.model, before.dtype, before.quantization) == ("LlamaForCausalLM", "bfloat16", "")
     assert before.revision.startswith("files:")

@@ -38,9 +38,10 @@ def test_every_option_reaches_the_store() -> None:
         "io": "inline",
         "identity": {"model": "m", "salt": 3},
         "weights": "v7",
+        "adapters": "fixed",
     }
     options = Options.of(given)
-    assert (options.path, options.io, options.weights) == ("/data/kv", "inline", "v7")
+    assert (options.path, options.io, options.weights, options.adapters) == ("/data/kv", "inline", "v7", "fixed")
     assert options.identity == {"model": "m", "salt": 3}
     plain = StoreConfig()
     renamed = {"capacity_bytes": 3 * 2**29, "eviction": "lru"}
@@ -53,7 +54,7 @@ def test_every_option_reaches_the_store() -> None:
 def test_a_path_is_enough() -> None:
     options = Options.of({"path": "kv"})
     assert options == Options("kv", StoreConfig(durability="process"))
-    assert options.io == "process"
+    assert (options.io, options.adapters) == ("process", "checked")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a capacity that is none": ({"path": "kv", "capacity": True}, "capacity is True"),
     "a small capacity": ({"path": "kv", "capacity": "1K"}, "capacity_bytes is 1024"),
     "another io": ({"path": "kv", "io": "thread"}, "io is 'thread': expected one of process, inline"),
+    "another way with adapters": (
+        {"path": "kv", "adapters": "trusted"},
+        "adapters is 'trusted': expected one of checked",
+    ),
     "another durability": ({"path": "kv", "durability": "none"}, "durability 'none'"),
     "another policy": ({"path": "kv", "policy": "mru"}, "eviction 'mru'"),
     "two policies": ({"path": "kv", "policy": "lru", "eviction": "hazard"}, "policy is 'lru' and eviction 'hazard'"),
@@ -104,7 +109,7 @@ def test_what_is_wrong_is_said(case: str) -> None:
 
 
 def test_the_known_keys_are_those_of_the_store_and_no_more() -> None:
-    own = {"path", "capacity", "policy", "io", "identity", "weights"}
+    own = {"path", "capacity", "policy", "io", "identity", "weights", "adapters"}
     assert set(KEYS) == own | {field.name for field in fields(StoreConfig)} - {"capacity_bytes"}
 
 

@@ -39,19 +39,24 @@ class Server:
             start_new_session=True,
         )
 
-    def run(self, model: Path, prompts: list[list[int]], tier: dict[str, Any] | None) -> dict[str, Any]:
+    def run(self, model: Path, prompts: list[list[int]], tier: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
         """Serve prompts; tokens, and what the tier counted."""
+        answer = self.ask(model, prompts, tier, **options)
+        assert "error" not in answer, (answer["error"], answer["log"][-4000:])
+        return answer
+
+    def ask(self, model: Path, prompts: list[list[int]], tier: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+        """As `run`, of an engine that may fail. options: LLM's."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._jobs += 1
         log = self._folder / f"{self._jobs}.log"
-        job = {"model": str(model), "prompts": prompts, "tier": tier}
+        job = {"model": str(model), "prompts": prompts, "tier": tier, "options": options}
         self._process.stdin.write(json.dumps([job, str(log)]) + "\n")
         self._process.stdin.flush()
         came = select.select([self._process.stdout], [], [], PATIENCE_S)[0]
         answer = json.loads(self._process.stdout.readline()) if came else {"error": "no answer"}
-        assert "error" not in answer, (answer["error"], log.read_text(errors="replace")[-4000:])
-        return dict(answer)
+        return {**answer, "log": log.read_text(errors="replace")}
 
     def close(self) -> None:
         """End the server, and what it has started."""
@@ -116,3 +121,17 @@ def test_an_engine_finds_nothing_of_other_weights(tmp_path: Path, server: Server
     stored = [server.run(write("llama", tmp_path / f"{seed}", seed), prompts, tier)["counts"] for seed in range(2)]
     assert [counts["promoted"] for counts in stored] == [0, 0]
     assert stored[0]["stored"] == stored[1]["stored"] > 0
+
+
+def test_adapters_are_served_where_they_are_declared_fixed(tmp_path: Path, server: Server) -> None:
+    """vLLM does not tell a tier which adapter a request has."""
+    model, prompts, tier = write("llama", tmp_path / "llama"), prompts_of(10)[:1], {"path": str(tmp_path / "store")}
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    refused = server.ask(model, prompts, tier, **options)
+    assert "ConfigError: LoRA is enabled, and a tier cannot see" in refused["error"]
+    fixed = tier | {"adapters": "fixed"}
+    first, second = (server.run(model, prompts, fixed, **options) for _ in range(2))
+    plain = server.run(model, prompts, tier)
+    assert first["tokens"] == second["tokens"] == plain["tokens"]
+    assert second["counts"]["promoted"] == first["counts"]["stored"] > 0
+    assert plain["counts"]["promoted"] == 0

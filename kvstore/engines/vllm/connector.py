@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from kvstore.engines.vllm.adapters import Adapters
 from kvstore.engines.vllm.caches import Described, describe, scheduler_side
 from kvstore.engines.vllm.identity import identity_of, unstable_hashes
 from kvstore.engines.vllm.jobs import Answer, Step
@@ -295,4 +296,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._config.parallel_config.world_size,
             self._loads,
             self._stores,
+            self._make_adapters(),
         )
+
+    def _make_adapters(self) -> Adapters:
+        """vLLM's LoRA on a CPU computes requests without an adapter by the last slot's where both are in a batch."""
+        lora, device = self._config.lora_config, self._config.device_config.device_type
+        mixed = lora is not None and device == "cpu"
+        if mixed:
+            log.warning("LoRA on a CPU: KV of requests without an adapter is neither loaded nor stored")
+        return Adapters(lora, fixed=self._options.adapters == "fixed", plain=not mixed)

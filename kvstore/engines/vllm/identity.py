@@ -46,9 +46,9 @@ def identity_of(
     revision: `weights_digest`. dtype, quantization: as vLLM resolved them. extra: digests of the whole model configuration
     with its overrides (rope, windows, scaling), the cache dtype, the draft model where it has layers in the cache, and what
     arranges the bytes. The scales of an fp8 cache come from the checkpoint, and are told apart with the weights. LoRA
-    adapters (name and path), multimodal inputs and cache salts are in vLLM's block hashes; an adapter whose files change
-    under its old path is not seen. The block size, and the split over ranks, are in `backend` where the bytes depend on
-    them. The algorithm and the seed of block hashes are not part: other ones make other keys.
+    adapters are told apart by keys (`adapters.Adapters`); multimodal inputs and cache salts are in vLLM's block hashes. The
+    block size, and the split over ranks, are in `backend` where the bytes depend on them. The algorithm and the seed of
+    block hashes are not part: other ones make other keys.
 
     Raises EngineError where the weights cannot be told apart, IdentityError.
     """

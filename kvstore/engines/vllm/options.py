@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,8 @@ from kvstore.identity import Scalar
 
 IO_MODES: Final = ("process", "inline")
 SETTINGS: Final = tuple(f.name for f in fields(StoreConfig) if f.name != "capacity_bytes")
-KEYS: Final = ("path", "capacity", "policy", "io", "identity", "weights", *SETTINGS)
+ADAPTERS: Final = ("checked", "fixed")
+KEYS: Final = ("path", "capacity", "policy", "io", "identity", "weights", "adapters", *SETTINGS)
 UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 CONNECTOR: Final = "KVStoreConnector"
 PACKAGE: Final = "kvstore.engines.vllm"
@@ -33,7 +34,8 @@ class Options:
     the engine; only where the machine itself goes down is the store emptied at its next opening. io: "process" keeps the
     disk out of the engine's process, "inline" does not. identity: overrides of the identity's model, revision, dtype and
     quantization; any other name becomes one more of its `extra`. weights: names the weights by hand, those of a
-    draft model too, in place of a digest.
+    draft model too, in place of a digest. adapters: "checked" tells LoRA adapters apart by their files (`adapters.Adapters`),
+    "fixed" by name and path alone.
     """
 
     path: str
@@ -41,6 +43,7 @@ class Options:
     io: str = "process"
     identity: Mapping[str, Scalar] = field(default_factory=dict)
     weights: str = ""
+    adapters: str = ADAPTERS[0]
 
     def folder(self, parallel: Any) -> Path:
         """The store's folder. Engines that run data-parallel have one each, since a shard has one writer; of a dense model's
@@ -54,24 +57,31 @@ class Options:
         """Read kv_connector_extra_config.
 
         Keys: path (required), capacity (bytes, or text such as "512M", "200G", "1.5T", powers of 1024; 16 GiB by default),
-        policy (another name of eviction), io, identity, weights, and every further field of StoreConfig by its own name.
-        Raises ConfigError, which names an unknown key.
+        policy (another name of eviction), io, identity, weights, adapters, and every further field of StoreConfig by its
+        own name. Raises ConfigError, which names an unknown key.
         """
         given = _mapping("kv_connector_extra_config", {} if extra is None else extra)
         if unknown := [key for key in given if key not in KEYS]:
             raise ConfigError(_unknown(unknown[0]))
-        path, weights, io = (given.get(*pair) for pair in (("path", None), ("weights", ""), ("io", IO_MODES[0])))
+        path, weights = given.get("path"), given.get("weights", "")
         if not isinstance(path, str) or not path:
             raise ConfigError(
                 f"kv_connector_extra_config: path is {path!r}: expected the folder of the store, a non-empty text"
             )
-        if io not in IO_MODES:
-            raise ConfigError(f"kv_connector_extra_config: io is {io!r}: expected one of {', '.join(IO_MODES)}")
         if not isinstance(weights, str):
             raise ConfigError(
                 f"kv_connector_extra_config: weights is {weights!r}: expected a text that names the weights"
             )
-        return cls(path, _store_config(given), io, _identity(given.get("identity", {})), weights)
+        io, adapters = _one_of(given, "io", IO_MODES), _one_of(given, "adapters", ADAPTERS)
+        return cls(path, _store_config(given), io, _identity(given.get("identity", {})), weights, adapters)
+
+
+def _one_of(given: Mapping[str, Any], key: str, known: Sequence[str]) -> str:
+    """An option's value; the first one where it is not given."""
+    value = given.get(key, known[0])
+    if value not in known:
+        raise ConfigError(f"kv_connector_extra_config: {key} is {value!r}: expected one of {', '.join(known)}")
+    return str(value)
 
 
 def _mapping(name: str, given: object) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvstore.engines.vllm.adapters import Adapters, Look
 from kvstore.engines.vllm.jobs import Answer, Load, Place, Save, Span, Step
 from kvstore.engines.vllm.lookup import Lookup
 from kvstore.engines.vllm.refusals import Refusals
@@ -31,7 +32,9 @@ class Tracked:
     """A request. done: per group, how many of its leading blocks are in the store, or were offered; start: the token from
     which the next load begins; hashes: the keys of its full blocks, by group; stale: whether its KV may not be stored;
     failed: whether a load of it failed; stepped_back: whether it has let others pass since; next_save: nothing is to be
-    saved before so many tokens are computed; found: the last lookup's answer, with what was asked and when."""
+    saved before so many tokens are computed; found: the last lookup's answer, with what was asked and when; look: at the
+    files of its LoRA adapter, while they are not known, taken when it had been preempted so many times; salt: what the
+    adapter adds to its keys; touched: whether eviction was told of it."""
 
     request: Any
     done: dict[int, int]
@@ -42,6 +45,10 @@ class Tracked:
     found: tuple[tuple[object, ...], float, int] | None = None
     hashes: dict[int, list[bytes]] = field(default_factory=dict)
     stale: bool = False
+    look: Look | None = None
+    preemptions: int = 0
+    salt: bytes = b""
+    touched: bool = False
 
 
 @dataclass(eq=False)
@@ -60,7 +67,7 @@ class Scheduler:
     """Plans loads and saves of one engine. All calls come from vLLM's scheduler thread; none waits for a disk.
 
     block_sizes: {group: tokens}; hash_block_size: tokens a hash of the request; ranks: workers that answer each save.
-    loads, saves: whether it does either.
+    loads, saves: whether it does either. adapters: what tells LoRA adapters' weights apart.
 
     What is loaded is loaded before the request runs, so that nothing is ever computed from a block that was refused; and a
     block is held by a reference of its own until every rank has copied it, whatever becomes of its request.
@@ -74,8 +81,10 @@ class Scheduler:
         ranks: int,
         loads: bool = True,
         saves: bool = True,
+        adapters: Adapters | None = None,
     ) -> None:
         self.lookup = lookup
+        self._adapters = Adapters(None) if adapters is None else adapters
         self._sizes, self._hash_size, self._ranks = dict(block_sizes), hash_block_size, ranks
         self._loads, self._saves = loads, saves
         self._tracked: dict[str, Tracked] = {}
@@ -94,9 +103,7 @@ class Scheduler:
 
     def new_request(self, request: Any) -> None:
         """A request came: its blocks are asked for, here or not."""
-        tracked = self._track(request)
-        if self._loads:
-            self._touches += [(group, list(hashes)) for group, hashes in self._hashes(tracked).items() if hashes]
+        self._named(self._track(request))
 
     def matched(self, request: Any, computed: int) -> int | None:
         """How many tokens past the computed ones can be loaded; at least one is left to compute. None: ask again.
@@ -107,10 +114,12 @@ class Scheduler:
         """
         tracked = self._track(request)
         tracked.start = computed
-        if tracked.failed and not tracked.stepped_back:
-            tracked.stepped_back = True
+        if request.num_preemptions != tracked.preemptions:  # vLLM may read the adapter again
+            self._look(tracked)
+        if (tracked.failed and not tracked.stepped_back) or not self._named(tracked):
+            tracked.stepped_back = tracked.failed
             return None
-        if not self._loads or self.lookup is None or tracked.stale or tracked.failed:
+        if not self._loads or self.lookup is None or tracked.failed or self._left_out(tracked):
             return 0
         found = self._found(tracked)
         for group, size in self._sizes.items():
@@ -189,6 +198,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Close the reader."""
+        self._adapters.close()
         if self.lookup is not None:
             self.lookup.close()
 
@@ -196,7 +206,36 @@ class Scheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             tracked = self._tracked[request.request_id] = Tracked(request, dict.fromkeys(self._sizes, 0))
+            self._look(tracked)
         return tracked
+
+    def _look(self, tracked: Tracked) -> None:
+        tracked.preemptions = tracked.request.num_preemptions
+        tracked.look = self._adapters.look(tracked.request.lora_request)
+
+    def _named(self, tracked: Tracked) -> bool:
+        """Whether the request's keys are known; from then on eviction knows that it came."""
+        if tracked.look is not None and not self._settle(tracked, tracked.look):
+            return False
+        if self._loads and not tracked.touched and not self._left_out(tracked):
+            self._touches += [(group, list(hashes)) for group, hashes in self._hashes(tracked).items() if hashes]
+            tracked.touched = True
+        return True
+
+    def _settle(self, tracked: Tracked, look: Look) -> bool:
+        """Take what was seen of the request's adapter; false while nothing was."""
+        if self._adapters.waits(look):
+            return False
+        salt, tracked.look = self._adapters.salt(look), None
+        tracked.stale = tracked.stale or salt is None
+        if salt is not None and salt != tracked.salt:
+            tracked.salt, tracked.hashes, tracked.next_save = salt, {}, 0
+            tracked.done = dict.fromkeys(self._sizes, 0)
+        return True
+
+    def _left_out(self, tracked: Tracked) -> bool:
+        """Whether nothing of the request may be loaded or stored."""
+        return tracked.stale or self._adapters.doubts(tracked.request.lora_request)
 
     def _hashes(self, tracked: Tracked) -> dict[int, list[bytes]]:
         """The keys of the request's full blocks so far, by group: vLLM's hash at each block's end. Hashes are chained, so
@@ -204,15 +243,17 @@ class Scheduler:
         every = tracked.request.block_hashes
         for group, size in self._sizes.items():
             known, times = tracked.hashes.setdefault(group, []), size // self._hash_size
-            if known and (len(known) * times > len(every) or self._key(every[len(known) * times - 1]) != known[-1]):
+            last = every[len(known) * times - 1 : len(known) * times]
+            if known and (not last or self._key(tracked, last[0]) != known[-1]):
                 known.clear()
                 tracked.done[group] = tracked.next_save = 0
             new = every[(len(known) + 1) * times - 1 :: times]
-            known += map(self._key, new) if self._salt else new
+            known += [self._key(tracked, each) for each in new] if self._salt or tracked.salt else new
         return tracked.hashes
 
-    def _key(self, block_hash: bytes) -> bytes:
-        return hashlib.blake2b(block_hash, digest_size=32, key=self._salt).digest() if self._salt else block_hash
+    def _key(self, tracked: Tracked, block_hash: bytes) -> bytes:
+        salt = self._salt + tracked.salt
+        return hashlib.blake2b(block_hash, digest_size=32, key=salt).digest() if salt else block_hash
 
     def _usable(self, tracked: Tracked, tokens: int) -> dict[int, Sequence[bytes]]:
         """The keys up to a token, and to the first that is known to be of no use."""
@@ -241,7 +282,7 @@ class Scheduler:
         for request_id, tokens in scheduled.items():
             tracked = self._tracked.get(request_id)
             computed = 0 if tracked is None else tracked.request.num_computed_tokens + tokens
-            if tracked is None or tracked.stale or computed < tracked.next_save:
+            if tracked is None or computed < tracked.next_save or not self._named(tracked) or self._left_out(tracked):
                 continue
             spans, blocks = self._unsaved(tracked, computed, room)
             if blocks:

@@ -8,8 +8,9 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from kvstore.cache import PagedKVCache
+from kvstore.engines.vllm.adapters import settings_of
 from kvstore.engines.vllm.caches import backend_of
-from kvstore.engines.vllm.identity import identity_of
+from kvstore.engines.vllm.identity import digest, identity_of
 from kvstore.engines.vllm.options import Options
 from kvstore.engines.vllm.specs import VllmGroup, groups_of
 from kvstore.engines.vllm.tier_rows import GROUP, row_identity
@@ -63,7 +64,20 @@ def _of_engine(options: Options, spec: Any, cache: PagedKVCache, engine: Engine)
     device, layout = str(config.device_config.device_type), str(spec.config.kv_cache_layout)
     found = identity_of(config, options, layers, device, layout, backend_of(config, _groups(engine.kv_cache_config)))
     # Of opaque bytes all of this is part, whatever the backend.
-    return replace(found, extra={**found.extra, "device": device, "layout": layout})
+    return replace(found, extra={**found.extra, "device": device, "layout": layout, **_of_adapters(options, config)})
+
+
+def _of_adapters(options: Options, config: Any) -> dict[str, Scalar]:
+    """How LoRA adapters are applied. A tier is not told of a request's adapter: vLLM's keys have its name and path alone."""
+    if config.lora_config is None:
+        return {}
+    if options.adapters != "fixed":
+        raise ConfigError(
+            "LoRA is enabled, and a tier cannot see whether the files of an adapter changed under its path: use "
+            'KVStoreConnector, or give "adapters": "fixed" in the tier\'s configuration where every adapter\'s name and path '
+            "mean the same weights for ever"
+        )
+    return {"lora": digest(settings_of(config.lora_config))}
 
 
 def _groups(kv_cache_config: Any) -> list[VllmGroup]:

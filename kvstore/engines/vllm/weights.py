@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import re
-from collections.abc import Iterator
+import stat
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from kvstore.errors import EngineError
 
+log = logging.getLogger(__name__)
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-TEXTS: Final = (".index.json", ".py")
-"""Small files that say which weights are where, and code of the checkpoint's own: told apart by their content."""
+TEXTS: Final = (".index.json", ".py", "adapter_config.json")
+"""Small files that say which weights are where, code of the checkpoint's own, and how an adapter is applied: told apart by
+their content."""
 SCALES: Final = re.compile(r"(quant|hf_quant|kv_cache_scales)\w*\.json")
 COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 MAX_HEADER: Final = 2**27
+CLOCK_STEP_S: Final = 0.02
+"""File systems stamp changes with a clock that lags by up to a tick of the kernel, and a process' start is told in ticks."""
 HAND_SET: Final = (
     'name them by hand: "weights": "<any text that changes when the weights do>" in kv_connector_extra_config'
 )
 
 
-def weights_digest(model_config: Any, load_config: Any) -> str:
-    """A text that differs between two sets of weights. model_config, load_config: vLLM's, of the model or its draft.
+def weights_digest(model_config: Any, load_config: Any, began: float | None = None) -> str:
+    """A text that differs between two sets of weights. model_config, load_config: vLLM's, of the model or its draft. began:
+    when vLLM may have begun to read them, in seconds since the epoch; by default when this process started.
 
     - "commit:<hash>": a model of the hub, from the revision asked for, the snapshot's folder or its configuration's commit.
     - "files:<digest>": a local folder or file: names, sizes and times of change of the weights' files, the headers of
       safetensors files, and the content of their index and of code that lies with them; the bytes of the weights are not
       read. The folder's own name is no part: moved, or copied with its times (cp -p, rsync -a), it is the same; copied
-      without them it is another, whose KV is a miss.
+      without them it is another, whose KV is a miss. Files that changed after vLLM may have read them need not be those
+      that it serves: ":changed <time>" behind the digest keeps what is stored from engines that start later.
     - "dummy:<seed>": the random weights of load_format="dummy".
 
     Raises EngineError where none of these is to be had.
@@ -41,7 +51,7 @@ def weights_digest(model_config: Any, load_config: Any) -> str:
     name = str(model_config.model)
     path = Path(name)
     if path.exists():
-        return _of_path(path)
+        return _of_path(path, process_started() if began is None else began)
     commit = _commit(model_config.revision) or _commit(getattr(model_config.hf_config, "_commit_hash", None))
     if not commit:
         raise EngineError(
@@ -55,31 +65,71 @@ def _commit(text: object) -> str | None:
     return text if isinstance(text, str) and COMMIT.fullmatch(text) else None
 
 
-def _of_path(path: Path) -> str:
+def _of_path(path: Path, began: float) -> str:
     """A snapshot's folder is named by its commit; of any other path the files count."""
-    where = path.absolute()
-    if where.is_dir() and where.parent.name == "snapshots" and _commit(where.name):
-        return f"commit:{where.name}"
-    return f"files:{files_digest(path)}"
-
-
-def files_digest(path: Path) -> str:
-    """32 hexadecimal digits over a checkpoint's files, or one file. Raises EngineError where there are no weights, or they
-    cannot be read."""
-    total, weights = hashlib.blake2b(digest_size=16), 0
+    if commit := snapshot_commit(path):
+        return f"commit:{commit}"
     try:
-        for file in _files(path):
-            weights += file.suffix in WEIGHTS
-            for part in _parts(file):
-                total.update(len(part).to_bytes(8, "little") + part)
+        files = weight_files(path)
+        digest, changed = files_digest(files), changed_at(path, files)
     except OSError as error:
         raise EngineError(f"the weights in {path} cannot be read: {error}: {HAND_SET}") from error
-    if not weights:
+    if not any(file.suffix in WEIGHTS for file in files):
         raise EngineError(f"{path} has no weights ({', '.join(f'*{s}' for s in WEIGHTS)}): {HAND_SET}")
+    if changed < began - CLOCK_STEP_S:
+        return f"files:{digest}"
+    log.warning(
+        "%s changed after this process started, so that other weights may have been loaded: no engine that starts later uses "
+        "the KV that is stored now",
+        path,
+    )
+    return f"files:{digest}:changed {changed:.6f}"
+
+
+def snapshot_commit(path: Path) -> str | None:
+    """The commit of a model that lies in the hub's cache: its files are never written again."""
+    where = path.absolute()
+    return _commit(where.name) if where.is_dir() and where.parent.name == "snapshots" else None
+
+
+def changed_at(path: Path, files: Iterable[Path]) -> float:
+    """When files of a folder, or the names by which they are reached, were changed last, in seconds since the epoch, whatever
+    the files' times of modification say. Raises OSError."""
+    return max((*(file.stat().st_ctime for file in files), *_moved_at(Path(os.path.abspath(path)))))
+
+
+def _moved_at(path: Path) -> Iterator[float]:
+    """When entries of a folder were changed, and when each link or folder on the way to it was put in its place. A folder's
+    change time is its modification time where an entry of it was made or removed; it is later where it was itself
+    renamed."""
+    yield path.stat().st_ctime
+    for part in (path, *path.parents):
+        own = part.lstat()
+        if stat.S_ISLNK(own.st_mode):
+            yield own.st_ctime
+            yield from _moved_at(part.parent / os.readlink(part))
+        elif own.st_ctime_ns != own.st_mtime_ns:
+            yield own.st_ctime
+
+
+def process_started() -> float:
+    """When this process started, in seconds since the epoch; not later than it did."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[19])  # proc(5): starttime, the 22nd of all fields
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """32 hexadecimal digits over files; of weights all but their bytes count. Raises OSError."""
+    total = hashlib.blake2b(digest_size=16)
+    for file in files:
+        for part in _parts(file):
+            total.update(len(part).to_bytes(8, "little") + part)
     return total.hexdigest()
 
 
-def _files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """Of a checkpoint's folder the files that say which weights it has, by name; of one file itself. Raises OSError."""
     if not path.is_dir():
         return [path]
     return sorted(
