@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvstore.engines.vllm import connector
 from kvstore.storefile import DATA_NAME
 from tests.campaign.fulldisk import mount_small
 from tests.vllm import models
@@ -112,6 +113,12 @@ def damage(engine: Any, seed: int, count: int) -> None:
 def write_adapter(engine: Any, path: str, seed: int) -> None:
     """Write a LoRA adapter over what is there."""
     models.write_adapter(Path(path), seed)
+
+
+def allow_latent_attention(engine: Any) -> None:
+    """Let an engine on a CPU serve a model with latent attention, for prompts of which one token is left to compute: that is
+    a step of decoding, which reads the cache. Before the engine starts."""
+    connector.check_attention = lambda config: None
 
 
 def pause(engine: Any, seconds: float) -> None:

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 from kvstore.tools.demo_text import STORY
 from kvstore.tools.model import smollm2_folder
 from tests.vllm import models
-from tests.vllm.harness import Answer, Clean, Engines, left, loadable, prompts, serving, wholly
+from tests.vllm.damage import SHARD, Records
+from tests.vllm.harness import Answer, Clean, Engines, Round, left, loadable, prompts, serving, wholly
 
 Model = tuple[Path, dict[str, Any], int]
 """A model's folder, LLM's options, and the tokens of a block."""
@@ -83,6 +84,33 @@ def test_latent_attention_on_a_cpu_is_refused(engines: Engines, weights: Path, s
     answer = engines.ask(model, [serving(REQUESTS)], store)
     assert answer.error is not None
     assert "latent attention (MLA)" in answer.output.read_text(errors="replace")
+
+
+def test_latent_attention_goes_on_from_what_was_loaded(
+    engines: Engines, clean: Clean, weights: Path, store: Path
+) -> None:
+    """Answers of a clean engine, cut behind a token that begins a block: what is left to compute of that prompt is a step of
+    decoding, which reads the cache on a CPU too, and from there on the rest of the same answer follows, bit by bit where both
+    are alone in their batches."""
+    model, options = models.write("deepseek", weights / "deepseek-float32"), {"max_num_seqs": 1}
+    first = prompts(32, 64, 96, max_tokens=53)
+    said = clean.tokens(model, first, **options)
+    second = [{"ids": r["ids"] + tokens[:33], "max_tokens": 20} for r, tokens in zip(first, said, strict=True)]
+    rest = [tokens[33:] for tokens in said]
+    assert len({tuple(tokens) for tokens in rest}) == len(rest)
+
+    def serve(requests: list[dict[str, Any]]) -> Round:
+        answer = engines.run(model, [serving(requests)], store, options=options, before=[["allow_latent_attention"]])
+        report("latent attention", answer)
+        return answer.rounds[0]
+
+    assert serve(first).tokens == said
+    loaded = serve(second)
+    assert (loaded.tokens, loaded.computed) == (rest, left(second))
+    records = Records(store / SHARD)
+    for chain in records.requests():
+        records.flip_content(chain[0], 4321)
+    assert serve(second).computed == wholly(second)
 
 
 def test_the_next_round_of_one_engine_loads_what_the_last_one_stored(
