@@ -7,12 +7,13 @@ VLLM_READY := $(VLLM_VENV)/.ready
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-vllm lint campaign bench bench-vllm venv clean
+.PHONY: help demo test test-vllm test-vllm-next lint campaign bench bench-vllm venv clean
 
 help:
 	@echo "make demo      the whole way with a real model, on the CPU"
 	@echo "make test      linters, types and tests"
 	@echo "make test-vllm the connector and the tier in the real vLLM, on the CPU; 3.5 GB of its own in $(VLLM_VENV)"
+	@echo "make test-vllm-next  the same with vLLM 0.33's Python over 0.32's compiled modules"
 	@echo "make lint      linters and types alone"
 	@echo "make campaign  fault campaigns: kills, power loss, damage, failing system calls; needs strace"
 	@echo "make bench     put and get against this machine's limits"
@@ -48,10 +49,16 @@ test: lint
 
 # vLLM pins what it needs, so it has an environment of its own; another numba would take the compiled loops of $(VENV) for
 # stale, and put its own in their place. Engines of one file run one after another.
-test-vllm bench-vllm: export NUMBA_CACHE_DIR = $(CURDIR)/$(VLLM_VENV)/numba
+test-vllm test-vllm-next bench-vllm: export NUMBA_CACHE_DIR = $(CURDIR)/$(VLLM_VENV)/numba
 test-vllm: $(VLLM_READY)
 	OMP_WAIT_POLICY=PASSIVE $(VLLM_VENV)/bin/pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile \
 		--no-loadscope-reorder tests/vllm $(PYTEST_ARGS)
+
+# The next vLLM's Python over this one's compiled modules.
+test-vllm-next: $(VLLM_READY)
+	$(PYTHON) tools/vllm_python.py $(VLLM_VENV)
+	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/newer OMP_WAIT_POLICY=PASSIVE $(VLLM_VENV)/bin/pytest --numprocesses $(JOBS) \
+		--maxprocesses 4 --dist loadfile --no-loadscope-reorder tests/vllm $(PYTEST_ARGS)
 
 campaign: $(READY)
 	$(VENV)/bin/python -m tests.campaign --jobs $(JOBS) $(CAMPAIGN_ARGS)

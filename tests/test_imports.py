@@ -141,7 +141,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("tools.look_text",),
     ("tools.look",),
     ("tools.carry", "tools.quarantine"),
-    ("tools.bench_codec", "tools.bench_vllm", "tools.cli", "tools.demo", "tools.setup_vllm"),
+    ("tools.bench_codec", "tools.bench_vllm", "tools.cli", "tools.demo", "tools.setup_vllm", "tools.vllm_python"),
 )
 RANK = {f"kvstore.{name}".rstrip("."): rank for rank, names in enumerate(RANKS) for name in names}
 OUTER = ("kvstore.tools", "kvstore.engines")

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.engines.vllm.versions import installed_version
+
 if find_spec("vllm") is None:
     collect_ignore_glob = ["*"]
 else:
     from tests.vllm import models
     from tests.vllm.harness import Clean, Engines
+
+
+def pytest_report_header() -> str:
+    """Which vLLM it is."""
+    return f"vLLM {installed_version() if find_spec('vllm') else 'is not installed'}"
 
 
 @pytest.fixture(scope="session")

