@@ -98,7 +98,12 @@ class Subject:
         found = []
         for number in range(times):
             request = SimpleNamespace(
-                request_id=f"lookup-{number}", block_hashes=hashes, num_tokens=BLOCK * blocks + 1, num_computed_tokens=0
+                request_id=f"lookup-{number}",
+                block_hashes=hashes,
+                num_tokens=BLOCK * blocks + 1,
+                num_computed_tokens=0,
+                num_preemptions=0,
+                lora_request=None,
             )
             began = time.perf_counter()
             tokens, _ = self._connector.get_num_new_matched_tokens(request, 0)
