@@ -104,7 +104,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("engines.transformers_states",),
     ("engines.transformers_layers", "engines.transformers_model"),
     ("engines.transformers",),
-    ("engines.vllm.jobs", "engines.vllm.lookup", "engines.vllm.refusals", "engines.vllm.specs"),
+    ("engines.vllm.jobs", "engines.vllm.logs", "engines.vllm.lookup", "engines.vllm.refusals", "engines.vllm.specs"),
     ("engines.vllm.versions", "engines.vllm.weights"),
     (
         "engines.vllm.adapters",

@@ -10,33 +10,36 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from kvstore.engines.vllm import adapters as adapters_module
-from kvstore.engines.vllm.adapters import PATIENCE_S, Adapters, Look
+from kvstore.engines.vllm.adapters import PATIENCE_S, Adapters, Look, look_at
 from kvstore.engines.vllm.jobs import Save
 from kvstore.engines.vllm.scheduler import Scheduler
 from tests.test_vllm_scheduling import Adapter, Engine, Known, answer_of
 
 DEADLINE_S = 10.0
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass(frozen=True)
+class InPlace(Adapter):
+    """A LoRARequest that has vLLM read the files again."""
+
+    load_inplace: bool = True
 
 
 def write(folder: Path, weights: bytes = b"old") -> Path:
-    """An adapter's folder."""
+    """An adapter's folder, whose files have the same times whatever is in them, as an image's may."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16}))
     (folder / "adapter_model.bin").write_bytes(weights)
+    for file in folder.iterdir():
+        os.utime(file, ns=(0, 0))
     return folder
-
-
-def settle() -> float:
-    """Wait until changes so far are certainly older than what comes next; return the time."""
-    time.sleep(3 * adapters_module.CLOCK_STEP_S)
-    return time.time()
 
 
 def lora(path: Path | str, number: int = 1, name: str = "sql") -> Adapter:
@@ -47,9 +50,7 @@ def salt_of(known: Adapters, adapter: Adapter) -> bytes | None:
     """What a request of the adapter that comes now has."""
     look = known.look(adapter)
     assert look is not None
-    deadline = time.monotonic() + DEADLINE_S
-    while look.found is None and known.waits(look):
-        assert time.monotonic() < deadline
+    while known.waits(look):
         time.sleep(0.001)
     return known.salt(look)
 
@@ -60,7 +61,7 @@ def engine_of() -> Iterator[Callable[..., Adapters]]:
     made: list[Adapters] = []
 
     def make(settings: object = None, fixed: bool = False) -> Adapters:
-        made.append(Adapters(settings, fixed=fixed, began=settle()))
+        made.append(Adapters(settings, fixed=fixed))
         return made[-1]
 
     yield make
@@ -68,31 +69,32 @@ def engine_of() -> Iterator[Callable[..., Adapters]]:
         each.close()
 
 
-def test_an_adapter_is_known_by_its_files_in_every_engine(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
+def test_an_adapter_is_known_by_its_content_in_every_engine(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
     folder = write(tmp_path / "sql")
     first, second = engine_of(), engine_of()
     salt = salt_of(first, lora(folder))
     assert salt
     assert salt_of(first, lora(folder)) == salt
-    assert salt_of(second, lora(folder, number=7)) == salt
-    other = write(tmp_path / "chat", b"new")
-    assert salt_of(engine_of(), lora(other, number=2)) not in (None, salt)
+    assert salt_of(second, lora(write(tmp_path / "copy"), number=7)) == salt
+    assert salt_of(first, lora(write(tmp_path / "chat", b"new"), number=2, name="chat")) not in (None, salt)
 
 
 def test_other_weights_at_the_same_path_have_other_keys_after_a_restart(
     tmp_path: Path, engine_of: Callable[..., Adapters]
 ) -> None:
     folder = write(tmp_path / "sql")
-    salt = salt_of(engine_of(), lora(folder))
-    for change in (
-        lambda: write(folder, b"new"),
-        lambda: (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 32})),
-        lambda: (folder / "adapter_model.bin").write_bytes(b"longer"),
+    salts = {salt_of(engine_of(), lora(folder))}
+    for number, change in enumerate(
+        (
+            lambda: write(folder, b"new"),
+            lambda: (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 32})),
+            lambda: (folder / "adapter_model.bin").rename(folder / "adapter_model.pt"),
+        ),
+        start=2,
     ):
         change()
-        changed = salt_of(engine_of(), lora(folder))
-        assert changed not in (None, salt)
-        salt = changed
+        salts.add(salt_of(engine_of(), lora(folder)))
+        assert len(salts - {None}) == number
 
 
 def test_how_adapters_are_applied_is_part_of_their_keys(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
@@ -105,13 +107,14 @@ def test_how_adapters_are_applied_is_part_of_their_keys(tmp_path: Path, engine_o
     assert salt_of(engine_of(fixed=True), lora(folder)) != salt_of(engine_of(Settings(), fixed=True), lora(folder))
 
 
-def test_an_adapter_that_changes_while_the_engine_runs_is_left_out(
+def test_an_adapter_that_changes_while_the_engine_runs_is_left_out_under_every_number(
     tmp_path: Path, engine_of: Callable[..., Adapters], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """vLLM's own prefix cache may have blocks of both under one hash."""
     folder = write(tmp_path / "sql")
     known = engine_of()
     assert salt_of(known, lora(folder))
-    write(folder, b"new!")
+    write(folder, b"new")
     assert [salt_of(known, lora(folder)) for _ in range(3)] == 3 * [None]
     assert known.doubts(lora(folder))
     assert not known.doubts(None)
@@ -119,90 +122,77 @@ def test_an_adapter_that_changes_while_the_engine_runs_is_left_out(
         f"KV of the adapter 'sql' ({folder}) is neither loaded nor stored, of every request until the engine is started "
         "again: its files changed while the engine ran"
     ]
+    assert salt_of(known, lora(folder, number=2)) is None
     assert salt_of(engine_of(), lora(folder))
 
 
-def overwritten(folder: Path) -> None:
-    write(folder, b"new")
-
-
-def with_the_former_times(folder: Path) -> None:
-    """As `rsync -a` and `cp -p` write: the time of modification is the source's."""
-    file = folder / "adapter_model.bin"
-    before = file.stat()
-    file.write_bytes(b"new")
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def replaced_by_a_link(folder: Path) -> None:
-    folder.rename(folder.parent / "gone")
-    folder.symlink_to(folder.parent / "ready", target_is_directory=True)
-
-
-def renamed_into_place(folder: Path) -> None:
-    folder.rename(folder.parent / "gone")
-    (folder.parent / "ready").rename(folder)
-
-
-def parent_renamed_into_place(folder: Path) -> None:
-    folder.parent.rename(folder.parent.parent / "gone")
-    (folder.parent.parent / "adapters-next").rename(folder.parent)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [overwritten, with_the_former_times, replaced_by_a_link, renamed_into_place, parent_renamed_into_place],
-)
-def test_an_adapter_that_changed_before_its_first_request_may_be_loaded_as_it_was(
-    change: Callable[[Path], None], tmp_path: Path, engine_of: Callable[..., Adapters]
-) -> None:
-    """vLLM loads an adapter when it is registered, and nobody tells kvstore."""
-    folder = write(tmp_path / "adapters" / "sql")
-    write(tmp_path / "adapters" / "ready", b"new")
-    write(tmp_path / "adapters-next" / "sql", b"new")
-    untouched = write(tmp_path / "others" / "chat")
-    known = engine_of()
-    change(folder)
-    assert salt_of(known, lora(folder)) is None
-    assert salt_of(known, lora(untouched, number=2))
-    assert salt_of(engine_of(), lora(folder))
-
-
-def test_a_link_on_the_way_that_is_switched_is_seen(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
-    for release in ("v1", "v2"):
-        write(tmp_path / release / "sql", release.encode())
-    current = tmp_path / "current"
-    current.symlink_to("v1")
-    known = engine_of()
-    current.unlink()
-    current.symlink_to("v2")
-    assert salt_of(known, lora(current / "sql")) is None
-    assert salt_of(engine_of(), lora(current / "sql"))
-
-
-def test_new_adapters_beside_it_leave_an_adapter_as_it_is(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
+def test_what_leaves_the_content_as_it_is_changes_nothing(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
     folder = write(tmp_path / "adapters" / "sql")
     known = engine_of()
-    write(tmp_path / "adapters" / "later")
-    assert salt_of(known, lora(folder))
-    assert salt_of(known, lora(tmp_path / "adapters" / "later", number=2)) is None
-
-
-def test_a_snapshot_of_the_hub_is_never_written_again(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
-    known = engine_of()
-    first, second = (write(tmp_path / "snapshots" / commit) for commit in (COMMIT, COMMIT[::-1]))
-    salts = {salt_of(known, lora(first)), salt_of(known, lora(second, number=2))}
-    assert len(salts - {None}) == 2
+    salt = salt_of(known, lora(folder))
+    for change in (
+        lambda: (folder / "adapter_model.bin").chmod(0o600),
+        lambda: os.link(folder / "adapter_model.bin", tmp_path / "backup"),
+        lambda: os.utime(folder / "adapter_model.bin"),
+        lambda: write(tmp_path / "adapters" / "later"),
+        lambda: (folder / "README.md").write_text("sql"),
+    ):
+        change()
+        assert salt_of(known, lora(folder)) == salt
 
 
 def test_a_number_with_two_paths_means_neither(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
-    """vLLM looks adapters up by their number: what it has loaded under it answers for both."""
-    folders = [write(tmp_path / name, name.encode()) for name in ("sql", "chat")]
+    """vLLM looks adapters up by their number: what it has loaded under it answers for both, and its own prefix cache has the
+    second's blocks under the second's name ever after."""
+    sql, chat = (write(tmp_path / name, name.encode()) for name in ("sql", "chat"))
     for fixed in (False, True):
         known = engine_of(fixed=fixed)
-        assert salt_of(known, lora(folders[0])) is not None
-        assert salt_of(known, lora(folders[1], name="chat")) is None
-        assert salt_of(known, lora(folders[0])) is None
+        assert salt_of(known, lora(sql)) is not None
+        assert salt_of(known, lora(chat, name="chat")) is None
+        assert salt_of(known, lora(sql)) is None
+        assert salt_of(known, lora(chat, 2, "chat")) is None
+        assert salt_of(known, lora(sql, 3)) is None
+        assert salt_of(known, lora(sql, 4, "other")) is not None
+
+
+def test_what_is_loaded_in_place_is_left_out_at_once(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
+    """Requests that wait, or run, with the former path are computed with the new weights."""
+    old, new = (write(tmp_path / name, name.encode()) for name in ("v1", "v2"))
+    for place in (InPlace("sql", 1, str(new)), InPlace("sql", 1, str(old)), lora(new)):
+        known = engine_of()
+        with known.loading(lora(old)):
+            pass
+        assert salt_of(known, lora(old))
+        with known.loading(place):
+            assert known.doubts(lora(old))
+        assert salt_of(known, lora(old)) is None
+        assert salt_of(known, lora(old, number=2)) is None
+    assert salt_of(engine_of(), InPlace("sql", 1, str(old))) is None
+
+
+def test_an_adapter_that_is_written_before_its_first_request_is_seen(
+    tmp_path: Path, engine_of: Callable[..., Adapters]
+) -> None:
+    folder, known = write(tmp_path / "sql"), engine_of()
+    with known.loading(lora(folder)):
+        pass
+    write(folder, b"new")
+    assert salt_of(known, lora(folder)) is None
+    torn = engine_of()
+    with torn.loading(lora(folder)):
+        write(folder, b"newer")
+    assert salt_of(torn, lora(folder)) is None
+    late = engine_of()
+    with late.loading(lora(folder)):
+        pass
+    assert salt_of(late, lora(folder))
+
+
+def test_a_load_that_fails_is_vllms_own(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
+    known = engine_of()
+    with pytest.raises(ZeroDivisionError), known.loading(lora(tmp_path / "missing")):
+        raise ZeroDivisionError
+    assert salt_of(known, lora(write(tmp_path / "missing")))
 
 
 def test_what_lies_in_no_folder_is_left_out_unless_it_is_declared_fixed(
@@ -210,11 +200,29 @@ def test_what_lies_in_no_folder_is_left_out_unless_it_is_declared_fixed(
 ) -> None:
     (tmp_path / "empty").mkdir()
     known = engine_of()
-    for number, path in enumerate(("organisation/adapter", tmp_path / "missing", tmp_path / "empty"), start=1):
-        assert [salt_of(known, lora(path, number)) for _ in range(2)] == [None, None]
-    assert len(caplog.records) == 3
+    for number, path in enumerate(("organisation/adapter", tmp_path / "missing", tmp_path / "empty", "a\0b"), start=1):
+        assert [salt_of(known, lora(path, number, str(path))) for _ in range(2)] == [None, None]
+    assert len(caplog.records) == 4
     assert "'organisation/adapter' is no local folder" in caplog.text
     assert salt_of(engine_of(fixed=True), lora("organisation/adapter"))
+
+
+def test_a_path_is_taken_as_vllm_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system resolves `link/..`, not the text."""
+    write(tmp_path / "releases" / "sql", b"new")
+    (tmp_path / "releases" / "v2").mkdir()
+    (tmp_path / "current").symlink_to("releases/v2")
+    plain = write(tmp_path / "sql")
+    assert look_at(f"{tmp_path}/current/../sql") == look_at(str(tmp_path / "releases" / "sql")) != look_at(str(plain))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert look_at("sql") == look_at("~/sql") == look_at(str(plain))
+
+
+def test_files_of_any_name_are_read(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
+    folder, known = write(tmp_path / "sql"), engine_of()
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.bin")).write_bytes(b"x")
+    assert salt_of(known, lora(folder))
 
 
 @contextmanager
@@ -248,6 +256,15 @@ def test_a_file_system_that_hangs_costs_misses(
     assert not known.doubts(lora(folder))
 
 
+def test_requests_that_come_at_once_share_a_look(tmp_path: Path, engine_of: Callable[..., Adapters]) -> None:
+    folder, known = write(tmp_path / "sql"), engine_of()
+    looks = [known.look(lora(folder)) for _ in range(2000)]
+    assert looks[0] is not None
+    while any(look is not None and known.waits(look) for look in looks):
+        time.sleep(0.001)
+    assert len({known.salt(look) for look in looks if look is not None} - {None}) == 1
+
+
 def test_requests_without_an_adapter_are_left_out_where_vllm_takes_them_for_others() -> None:
     known = Adapters(None, plain=False)
     assert known.look(None) is None
@@ -261,7 +278,7 @@ class Seen(Adapters):
     """Adapters whose files are looked at when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__(None, began=time.time())
+        super().__init__(None)
         self.looks: list[Look] = []
         self.contents: Mapping[str, str] = {}
 
@@ -274,7 +291,7 @@ class Seen(Adapters):
     def see(self, **contents: str) -> None:
         """Answer all looks: {path: what lies there}."""
         for look in self.looks:
-            look.found = adapters_module.Files(contents[look.lora.lora_path], 0.0)
+            look.found = contents[look.lora.lora_path].encode()
         self.looks.clear()
 
 
@@ -340,13 +357,14 @@ def test_requests_that_are_under_way_are_left_out_once_their_adapter_changed() -
     assert not engine.scheduler.step({"b": 18}).saves
 
 
-def test_a_resumed_requests_adapter_is_looked_at_again() -> None:
-    """vLLM may have dropped the adapter meanwhile, and reads its files again."""
+@pytest.mark.parametrize("change", [{"num_preemptions": 1}, {"num_prompt_tokens": 22}])
+def test_a_resumed_requests_adapter_is_looked_at_again(change: dict[str, int]) -> None:
+    """It was preempted, or its session went on: vLLM may have dropped the adapter meanwhile, and reads its files again."""
     engine = LoraEngine(Known(), lora("p"))
     engine.seen.see(p="v1")
-    engine.saved(engine.compute(18).saves)
-    engine.request.num_preemptions = 1
-    engine.request.num_computed_tokens = 0
+    engine.saved(engine.compute(8).saves)
+    vars(engine.request).update(change)
+    assert not engine.compute(2).saves
     assert engine.scheduler.matched(engine.request, 0) is None
     engine.seen.see(p="v2")
     assert engine.scheduler.matched(engine.request, 0) == 0

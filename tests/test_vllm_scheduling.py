@@ -79,6 +79,7 @@ class Request:
     tokens: list[int]
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    num_prompt_tokens: int = 0
     lora_request: Adapter | None = None
 
     @property

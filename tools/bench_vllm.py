@@ -106,6 +106,7 @@ class Subject:
                 num_tokens=BLOCK * blocks + 1,
                 num_computed_tokens=0,
                 num_preemptions=0,
+                num_prompt_tokens=BLOCK * blocks + 1,
                 lora_request=None,
             )
             began = time.perf_counter()

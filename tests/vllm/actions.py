@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vllm.lora.request import LoRARequest
+
 from kvstore.engines.vllm import connector
 from kvstore.storefile import DATA_NAME
 from tests.campaign.fulldisk import mount_small
@@ -113,6 +115,11 @@ def damage(engine: Any, seed: int, count: int) -> None:
 def write_adapter(engine: Any, path: str, seed: int) -> None:
     """Write a LoRA adapter over what is there."""
     models.write_adapter(Path(path), seed)
+
+
+def load_adapter(engine: Any, name: str, number: int, path: str, in_place: bool = False) -> None:
+    """Load a LoRA adapter, as a server does that is asked to."""
+    assert engine.core.add_lora(LoRARequest(name, number, path, load_inplace=in_place))
 
 
 def allow_latent_attention(engine: Any) -> None:

@@ -4,8 +4,9 @@ A job: {"model": folder, "options": LLM's own over OPTIONS, "connector": kv_conn
 kv_load_failure_policy, "rounds": [round, ...], "before": [action, ...] before the engine starts}.
 A round: {"requests": [request, ...], "actions": {step: [action, ...]}, "reset": whether vLLM's prefix cache is emptied
 first (default true), "settle": whether its end waits until saves ended (default true)}.
-A request: {"ids": token ids, "max_tokens": n, "salt": cache salt, "lora": [name, number, folder], "arrives": step at which
-it comes, "aborts": step at which it is aborted}. An action: [name of a function of tests.vllm.actions, arguments, ...].
+A request: {"ids": token ids, "max_tokens": n, "salt": cache salt, "lora": [name, number, folder], "in_place": whether vLLM
+reads it again, "arrives": step at which it comes, "aborts": step at which it is aborted}.
+An action: [name of a function of tests.vllm.actions, arguments, ...].
 
 Importing vLLM takes ten times as long as starting an engine of a tiny model, so `python -m tests.vllm.engine` imports it
 once and forks for each job, a line of JSON on its standard input; the answer is a line on its standard output.
@@ -176,7 +177,9 @@ class Served:
                 name,
                 prompt,
                 SamplingParams(max_tokens=request.get("max_tokens", 12), **options),
-                lora_request=LoRARequest(*request["lora"]) if "lora" in request else None,
+                lora_request=LoRARequest(*request["lora"], load_inplace=request.get("in_place", False))
+                if "lora" in request
+                else None,
             )
 
     def _abort(self, step: int) -> None:

@@ -75,26 +75,77 @@ def test_an_adapter_that_is_written_while_it_is_served_is_left_out_and_spoils_no
     assert served.computed == wholly(REQUESTS)
 
 
-def test_an_adapter_that_was_written_after_the_engine_started_is_not_trusted(
+def test_an_adapter_that_is_added_while_the_engine_runs_is_served(
     engines: Engines, clean: Clean, llama: Path, tmp_path: Path, adapter: Path, store: Path
 ) -> None:
-    """When vLLM read it is not known; declared as fixed its name and path are believed."""
     late = [serving(of(adapter), actions={"0": [["write_adapter", str(adapter), 1]]}), serving(of(adapter))]
-    for connector, second in (({}, wholly(REQUESTS)), ({"adapters": "fixed"}, left(REQUESTS))):
-        answer = engines.run(llama, late, store, options=OPTIONS, connector=connector)
+    for computed in (wholly(REQUESTS), left(REQUESTS)):
+        answer = engines.run(llama, late, store, options=OPTIONS)
         assert [each.tokens for each in answer.rounds] == 2 * [expected_of(clean, llama, tmp_path, 1)]
-        assert [each.computed for each in answer.rounds] == [wholly(REQUESTS), second]
+        assert [each.computed for each in answer.rounds] == [computed, left(REQUESTS)]
+
+
+def both(folder: Path) -> list[Path]:
+    """Two adapters."""
+    return [write_adapter(folder / name, seed) for seed, name in enumerate(("sql", "chat"), start=1)]
+
+
+def spoiled(engines: Engines, clean: Clean, model: Path, store: Path, requests: list[dict[str, Any]]) -> None:
+    """Serve requests in an engine that starts after another: it must not have been given KV of other weights."""
+    [served] = engines.run(model, [serving(requests)], store, options=OPTIONS).rounds
+    assert served.tokens == clean.tokens(model, requests, **OPTIONS)
+    assert served.computed == wholly(requests)
 
 
 def test_a_number_that_means_two_adapters_spoils_nothing(
     engines: Engines, clean: Clean, llama: Path, tmp_path: Path, store: Path
 ) -> None:
-    """vLLM answers the second by the first's weights, under hashes of the second."""
-    sql, chat = (write_adapter(tmp_path / name, seed) for seed, name in enumerate(("sql", "chat"), start=1))
-    both = [serving(of(sql, 1)), serving(of(chat, 1))]
-    answer = engines.run(llama, both, store, options=OPTIONS)
+    """vLLM answers the second by the first's weights, under hashes of the second, and finds these blocks in its own cache
+    where the second comes under a number of its own."""
+    sql, chat = both(tmp_path)
+    rounds = [serving(of(sql, 1)), serving(of(chat, 1)), serving(of(chat, 2), reset=False)]
+    answer = engines.run(llama, rounds, store, options=OPTIONS)
     wrong = clean.tokens(llama, of(sql, 1), **OPTIONS)
-    assert [each.tokens for each in answer.rounds] == [wrong, wrong]
-    [served] = engines.run(llama, [serving(of(chat, 2))], store, options=OPTIONS).rounds
-    assert served.tokens == clean.tokens(llama, of(chat, 2), **OPTIONS)
-    assert served.computed == wholly(REQUESTS)
+    assert [each.tokens for each in answer.rounds[:2]] == [wrong, wrong]
+    spoiled(engines, clean, llama, store, of(chat, 2))
+
+
+@pytest.mark.parametrize("step", [0, 5], ids=["that wait", "that run"])
+def test_requests_whose_adapter_is_replaced_in_place_spoil_nothing(
+    step: int, engines: Engines, clean: Clean, llama: Path, tmp_path: Path, store: Path
+) -> None:
+    """They have the former path, and are computed with the new weights."""
+    old, new = both(tmp_path)
+    load = [["load_adapter", "sql", 1, str(old)]] if step else []
+    asked = [{**each, "max_tokens": 120} for each in of(old)]
+    replaced = {"0": load, str(step): [["load_adapter", "sql", 1, str(new), True]]}
+    answer = engines.run(llama, [serving(of(old)[:1]), serving(asked, actions=replaced)], store, options=OPTIONS)
+    report("replaced", answer)
+    assert any("other weights were loaded under its number" in line for line in answer.log)
+    follow = [
+        {**each, "ids": each["ids"] + tokens, "max_tokens": 12}
+        for each, tokens in zip(asked, answer.rounds[1].tokens, strict=True)
+    ]
+    [served] = engines.run(llama, [serving(follow)], store, options=OPTIONS).rounds
+    assert served.tokens == clean.tokens(llama, follow, **OPTIONS)
+
+
+def test_requests_that_have_their_adapter_read_again_in_every_step_store_nothing(
+    engines: Engines, clean: Clean, llama: Path, tmp_path: Path, adapter: Path, store: Path
+) -> None:
+    write_adapter(adapter, 1)
+    asked = [{**each, "in_place": True} for each in of(adapter)]
+    answer = engines.run(llama, [serving(asked), serving(asked)], store, options=OPTIONS)
+    assert [each.tokens for each in answer.rounds] == 2 * [expected_of(clean, llama, tmp_path, 1)]
+    spoiled(engines, clean, llama, store, of(adapter))
+
+
+def test_an_adapter_that_is_written_after_it_was_loaded_is_not_taken_for_the_new_one(
+    engines: Engines, clean: Clean, llama: Path, tmp_path: Path, adapter: Path, store: Path
+) -> None:
+    """Loaded when it is registered, written over before its first request."""
+    write_adapter(adapter, 1)
+    before = [["load_adapter", "adapter", 1, str(adapter)], ["write_adapter", str(adapter), 2]]
+    answer = engines.run(llama, [serving(of(adapter), actions={"0": before})], store, options=OPTIONS)
+    assert answer.rounds[0].tokens == expected_of(clean, llama, tmp_path, 1)
+    spoiled(engines, clean, llama, store, of(adapter))

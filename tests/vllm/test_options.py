@@ -73,8 +73,8 @@ def test_capacity_is_bytes_or_a_text(text: int | str, expected: int) -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "no path": ({}, "path is None: expected the folder"),
-    "nothing": (None, "path is None"),
+    "no path": ({}, "path is missing: expected the folder"),
+    "nothing": (None, "path is missing"),
     "an empty path": ({"path": ""}, "path is ''"),
     "a path of bytes": ({"path": b"kv"}, "path is b'kv'"),
     "a misspelt key": ({"path": "kv", "capactiy": 1}, "unknown key 'capactiy'; did you mean 'capacity'?"),

@@ -140,6 +140,7 @@ def test_a_server_goes_on_from_what_a_killed_one_stored(tmp_path: Path, store: P
         text, cached = first.complete(PROMPT)
         assert cached == 0
         first.wait_for("blocks_saved", PROMPT_BLOCKS)
+        assert re.search(r"INFO .* KV of rank tp0of1-pp0of1 is kept in", first.log.read_text())
         os.killpg(first.process.pid, signal.SIGKILL)
     records = Records(store / SHARD)
     records.flip_content(records.headers()[3], 4321)

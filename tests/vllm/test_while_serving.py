@@ -85,6 +85,10 @@ def test_the_capacity_is_used_up(engines: Engines, clean: Clean, llama: Path, st
     answer = engines.run(llama, rounds, store, connector={"capacity": "2M"})
     checked(answer, clean, llama, rounds)
     assert (store / "tp0of1-pp0of1" / "data.mdb").stat().st_size <= 2 * 2**20
+    counts = answer.rounds[-1].worker
+    reasons = {name: n for name, n in counts.items() if name.startswith("blocks_save_failed_")}
+    assert "blocks_save_failed_not_admitted" in reasons
+    assert sum(reasons.values()) == counts["blocks_save_failed"]
 
 
 @pytest.mark.parametrize("then", [[], [["kill_io_until_gone"], ["kill_io", 1]]], ids=["open", "to be opened again"])

@@ -9,73 +9,62 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from kvstore.engines.vllm.weights import CLOCK_STEP_S, WEIGHTS, changed_at, files_digest, snapshot_commit, weight_files
+from kvstore.engines.vllm.weights import WEIGHTS, weight_files
 
 log = logging.getLogger(__name__)
-PATIENCE_S: Final = 0.25
-"""How long a request waits until its adapter's files were looked at."""
+PATIENCE_S: Final = 2.0
+"""How long a request waits until its adapter's files were read: once in an engine's life, or after they changed."""
 SALT_BYTES: Final = 16
+MAX_HASHED: Final = 4096
+"""Files whose content's hash is remembered."""
 SETTINGS: Final = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
 """Of vLLM's LoRAConfig; ranks, slots and how an adapter is split over ranks change no KV."""
-
-
-class Files(NamedTuple):
-    """What lies where an adapter is: a text that tells its weights, and when it changed last, in seconds since the epoch."""
-
-    digest: str
-    changed: float
+FIXED: Final = b"fixed"
 
 
 @dataclass(eq=False)
 class Look:
-    """A look at an adapter's files, for one request. found: what was seen, or why nothing was; set once, by the thread."""
+    """A look at an adapter's files, for the requests that came before it began. found: their digest, or why there is none;
+    set once, by the thread."""
 
     lora: Any
     since: float
-    found: Files | str | None = None
-
-
-class Known(NamedTuple):
-    """What an adapter's number means since its first request."""
-
-    path: str
-    digest: str
+    begun: bool = False
+    found: bytes | str | None = None
 
 
 class Adapters:
     """Tells what each request's adapter adds to its keys, so that KV of an adapter's former weights is never found again.
 
-    Nobody tells when vLLM reads an adapter's files, and it may read them again. So these say which weights a request is
-    computed with only as long as they are what they were before the engine started. An adapter is left out, for the engine's
-    life, whose files, or a link on the way to them, changed later; whose number (lora_int_id) came with two paths; and one
-    that lies in no local folder. fixed: the operator's word that a name and path mean the same weights for ever. plain:
-    whether requests without an adapter are computed as if there were none.
+    vLLM reads an adapter's files when it is told to (`loading`), or else behind the first request that has its number
+    (lora_int_id), and may read them again; it has one adapter a number. So an adapter is left out, for the engine's life,
+    whose files' content changed, whose number came with two paths, or that is loaded in place; and with it every name and
+    path that its number stood for, since vLLM's own prefix cache may have blocks of them that others computed. One that lies
+    in no local folder is left out, too. fixed: the operator's word that a name and path mean the same weights for ever.
+    plain: whether requests without an adapter are computed as if there were none.
 
     Belongs to the scheduler's thread. A thread of its own looks at the files, so that a file system that hangs costs misses.
-    settings: vLLM's LoRAConfig, or None. began: when the engine may first have read an adapter, in seconds since the epoch.
+    settings: vLLM's LoRAConfig, or None.
     """
 
     def __init__(
-        self,
-        settings: Any,
-        *,
-        fixed: bool = False,
-        plain: bool = True,
-        began: float | None = None,
-        now: Callable[[], float] = time.monotonic,
+        self, settings: Any, *, fixed: bool = False, plain: bool = True, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._settings = settings_of(settings)
         self._fixed, self._plain, self._now = fixed, plain, now
-        self._began = time.time() if began is None else began
-        self._known: dict[int, Known] = {}
-        self._doubted: set[int] = set()
+        self._paths: dict[int, str] = {}
+        self._names: dict[int, set[tuple[str, str]]] = {}
+        self._digests: dict[tuple[str, str], bytes] = {}
+        self._doubted: set[int | tuple[str, str]] = set()
         self._told: set[tuple[int, str]] = set()
-        self._waiting: list[Look] = []
+        self._queued: dict[tuple[object, ...], Look] = {}
+        self._looking: float | None = None
         self._asked: queue.SimpleQueue[Look | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -83,14 +72,17 @@ class Adapters:
         """Begin to look at the files of a request's adapter (vLLM's LoRARequest); None for a request without one."""
         if lora is None:
             return None
-        look = Look(lora, self._now())
+        which = (lora.lora_int_id, lora.lora_name, lora.lora_path, getattr(lora, "load_inplace", False))
+        queued = self._queued.get(which)
+        if queued is not None and queued.found is None and not queued.begun:
+            return queued
+        look = self._queued[which] = Look(lora, self._now())
         if self._fixed:
-            look.found = Files("fixed", 0.0)
+            look.found = FIXED
         elif self._stuck():
             look.found = "its file system does not answer"
         else:
             self._start()
-            self._waiting.append(look)
             self._asked.put(look)
         return look
 
@@ -101,49 +93,73 @@ class Adapters:
     def salt(self, look: Look) -> bytes | None:
         """What the adapter adds to the keys of its request, once `waits` is false; None where it is to be left out."""
         lora, found = look.lora, look.found
-        if not isinstance(found, Files):
-            self._tell(lora, "the request", found or "its file system does not answer")
+        self._note(lora, found)
+        if self.doubts(lora):
+            self._tell(
+                lora, "every request until the engine is started again", "it is no longer known which weights it has"
+            )
             return None
-        known = self._known.setdefault(lora.lora_int_id, Known(lora.lora_path, found.digest))
-        if (reason := self._reason(lora, found, known)) is not None:
-            self._doubted.add(lora.lora_int_id)
-            self._tell(lora, "every request until the engine is started again", reason)
-        return None if self.doubts(lora) else self._salt_of(lora, found.digest)
+        if not isinstance(found, bytes):
+            self._tell(lora, "the request", found or "its files were not read in time")
+            return None
+        return self._salt_of(lora, found)
+
+    @contextmanager
+    def loading(self, lora: Any) -> Iterator[None]:
+        """vLLM reads an adapter within; its files are read here too, before and after, in vLLM's own thread."""
+        known = lora.lora_int_id in self._paths
+        if known and (getattr(lora, "load_inplace", False) or self._paths[lora.lora_int_id] != lora.lora_path):
+            self._doubt(lora, "other weights were loaded under its number")
+        before = self._seen(lora)
+        self._note(lora, before)
+        yield
+        if self._seen(lora) != before:
+            self._doubt(lora, "its files changed while they were loaded")
 
     def doubts(self, lora: Any) -> bool:
         """Whether an adapter is left out; None: whether requests without one are."""
-        return not self._plain if lora is None else lora.lora_int_id in self._doubted
+        if lora is None:
+            return not self._plain
+        return not self._doubted.isdisjoint((lora.lora_int_id, (lora.lora_name, lora.lora_path)))
 
     def close(self) -> None:
         """Let the thread end; one that hangs is left behind."""
         self._asked.put(None)
 
-    def _reason(self, lora: Any, found: Files, known: Known) -> str | None:
-        """Why it is not known which weights vLLM has for an adapter; None where it is."""
-        if known.path != lora.lora_path:
-            return f"lora_int_id {lora.lora_int_id} was {known.path!r} before, and vLLM takes one of them for the other"
-        if known.digest != found.digest:
-            return "its files changed while the engine ran"
-        if found.changed >= self._began - CLOCK_STEP_S:
-            return (
-                "its files are newer than this engine, which may have read others before; see adapters in docs/vllm.md"
-            )
-        return None
+    def _seen(self, lora: Any) -> bytes | str:
+        return FIXED if self._fixed else look_at(lora.lora_path)
+
+    def _note(self, lora: Any, found: bytes | str | None) -> None:
+        """Take what was seen of an adapter, and doubt it where that is not what it was."""
+        number, name = lora.lora_int_id, (lora.lora_name, lora.lora_path)
+        path = self._paths.setdefault(number, lora.lora_path)
+        self._names.setdefault(number, set()).add(name)
+        if path != lora.lora_path:
+            self._doubt(lora, f"lora_int_id {number} was {path!r} before, and vLLM has one adapter a number")
+        elif getattr(lora, "load_inplace", False):
+            self._doubt(lora, "it is loaded in place, so that vLLM reads its files again at any time")
+        elif isinstance(found, bytes) and self._digests.setdefault(name, found) != found:
+            self._doubt(lora, "its files changed while the engine ran")
+
+    def _doubt(self, lora: Any, reason: str) -> None:
+        names = self._names.setdefault(lora.lora_int_id, set()) | {(lora.lora_name, lora.lora_path)}
+        self._doubted |= {lora.lora_int_id, *names}
+        self._tell(lora, "every request until the engine is started again", reason)
 
     def _tell(self, lora: Any, what: str, reason: str) -> None:
-        if (lora.lora_int_id, reason) not in self._told:
-            self._told.add((lora.lora_int_id, reason))
+        if (lora.lora_int_id, what) not in self._told:
+            self._told.add((lora.lora_int_id, what))
             text = "KV of the adapter %r (%s) is neither loaded nor stored, of %s: %s"
             log.warning(text, lora.lora_name, lora.lora_path, what, reason)
 
-    def _salt_of(self, lora: Any, digest: str) -> bytes:
+    def _salt_of(self, lora: Any, digest: bytes) -> bytes:
         layout = getattr(lora, "is_3d_lora_weight", False)
-        text = json.dumps([digest, bool(layout), self._settings], sort_keys=True)
+        text = json.dumps([digest.hex(), bool(layout), self._settings], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=SALT_BYTES, person=b"adapter").digest()
 
     def _stuck(self) -> bool:
-        self._waiting = [look for look in self._waiting if look.found is None]
-        return bool(self._waiting) and self._now() - self._waiting[0].since >= PATIENCE_S
+        began = self._looking
+        return began is not None and self._now() - began >= PATIENCE_S
 
     def _start(self) -> None:
         if self._thread is None:
@@ -152,7 +168,9 @@ class Adapters:
 
     def _run(self) -> None:
         while (look := self._asked.get()) is not None:
+            look.begun, self._looking = True, self._now()
             look.found = look_at(look.lora.lora_path)
+            self._looking = None
 
 
 def settings_of(lora_config: Any) -> dict[str, str]:
@@ -160,17 +178,40 @@ def settings_of(lora_config: Any) -> dict[str, str]:
     return {name: str(getattr(lora_config, name, None)) for name in SETTINGS}
 
 
-def look_at(name: str) -> Files | str:
-    """What lies at an adapter's path, taken as vLLM takes it; where that is no local folder of weights, why not."""
-    path = Path(os.path.abspath(os.path.expanduser(name)))
+def look_at(name: str) -> bytes | str:
+    """A digest of what lies at an adapter's path, as vLLM takes it; where that is no local folder of weights, why not."""
+    path = Path(name if os.path.isabs(name) else os.path.expanduser(name))
     try:
-        if commit := snapshot_commit(path):
-            return Files(f"commit:{commit}", 0.0)
         if not path.is_dir():
             return f"{name!r} is no local folder, so that its weights cannot be told from others of that name"
         files = weight_files(path)
         if not any(file.suffix in WEIGHTS for file in files):
             return f"{name!r} has no weights"
-        return Files(files_digest(files), changed_at(path, files))
-    except OSError as error:
+        total = hashlib.blake2b(digest_size=SALT_BYTES)
+        for file in files:
+            total.update(os.fsencode(file.name) + b"\0" + content_of(file))
+        return total.digest()
+    except (OSError, ValueError) as error:
         return str(error)
+
+
+_hashed: dict[tuple[int, ...], bytes] = {}
+"""Hashes of files' contents, by what changes with them."""
+
+
+def content_of(file: Path) -> bytes:
+    """A hash of a file's bytes; they are read again where its inode or one of its times changed."""
+    stat = file.stat()
+    key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    if (known := _hashed.get(key)) is not None:
+        return known
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=SALT_BYTES)).digest()
+    settled = (
+        time.time() - max(stat.st_mtime, stat.st_ctime) > 1
+    )  # a file system's clock steps: later writes may look alike
+    if settled:
+        if len(_hashed) >= MAX_HASHED:
+            _hashed.clear()
+        _hashed[key] = found
+    return found

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any, Final
 
 from kvstore.engines.vllm.adapters import Adapters
 from kvstore.engines.vllm.caches import Described, describe, scheduler_side
 from kvstore.engines.vllm.identity import identity_of, unstable_hashes
 from kvstore.engines.vllm.jobs import Answer, Step
+from kvstore.engines.vllm.logs import speak_in_vllms_log
 from kvstore.engines.vllm.lookup import Lookup
 from kvstore.engines.vllm.options import Options, check_attention, check_supported, failure_policy_notice, roles
 from kvstore.engines.vllm.scheduler import Scheduler
@@ -81,6 +85,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        speak_in_vllms_log()
         transfer = vllm_config.kv_transfer_config
         self._config, self._groups_config = vllm_config, kv_cache_config
         self._options = Options.of(transfer.kv_connector_extra_config)
@@ -235,6 +240,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.forget()
         return not self._scheduling.pending
 
+    def loading(self, lora_request: Any) -> AbstractContextManager[None]:
+        """vLLM loads an adapter within."""
+        return self._scheduling.adapters.loading(lora_request)
+
     # What both do.
 
     @property
@@ -305,4 +314,32 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         mixed = lora is not None and device == "cpu"
         if mixed:
             log.warning("LoRA on a CPU: KV of requests without an adapter is neither loaded nor stored")
+        if lora is not None:
+            _watch_loads()
         return Adapters(lora, fixed=self._options.adapters == "fixed", plain=not mixed)
+
+
+def _watch_loads() -> None:
+    """Let connectors know when their engine loads an adapter: vLLM tells nobody of it."""
+    from vllm.v1.engine.core import EngineCore
+
+    load = EngineCore.add_lora
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @wraps(load)
+    def add_lora(core: Any, lora_request: Any) -> bool:
+        with ExitStack() as loading:
+            for connector in _own(core.scheduler.connector):
+                loading.enter_context(connector.loading(lora_request))
+            return bool(load(core, lora_request))
+
+    EngineCore.add_lora = add_lora
+
+
+def _own(connector: Any) -> Iterator[KVStoreConnector]:
+    """Of an engine's connector, what is kvstore's: itself, or some of a MultiConnector's."""
+    if isinstance(connector, KVStoreConnector):
+        yield connector
+    for each in getattr(connector, "_connectors", ()):
+        yield from _own(each)

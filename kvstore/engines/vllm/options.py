@@ -34,7 +34,7 @@ class Options:
     the engine; only where the machine itself goes down is the store emptied at its next opening. io: "process" keeps the
     disk out of the engine's process, "inline" does not. identity: overrides of the identity's model, revision, dtype and
     quantization; any other name becomes one more of its `extra`. weights: names the weights by hand, those of a
-    draft model too, in place of a digest. adapters: "checked" tells LoRA adapters apart by their files (`adapters.Adapters`),
+    draft model too, in place of a digest. adapters: "checked" tells LoRA adapters apart by their content (see `Adapters`),
     "fixed" by name and path alone.
     """
 
@@ -66,7 +66,8 @@ class Options:
         path, weights = given.get("path"), given.get("weights", "")
         if not isinstance(path, str) or not path:
             raise ConfigError(
-                f"kv_connector_extra_config: path is {path!r}: expected the folder of the store, a non-empty text"
+                "kv_connector_extra_config: path is "
+                f"{'missing' if path is None else repr(path)}: expected the folder of the store, a non-empty text"
             )
         if not isinstance(weights, str):
             raise ConfigError(

@@ -33,7 +33,7 @@ class Tracked:
     which the next load begins; hashes: the keys of its full blocks, by group; stale: whether its KV may not be stored;
     failed: whether a load of it failed; stepped_back: whether it has let others pass since; next_save: nothing is to be
     saved before so many tokens are computed; found: the last lookup's answer, with what was asked and when; look: at the
-    files of its LoRA adapter, while they are not known, taken when it had been preempted so many times; salt: what the
+    files of its LoRA adapter, while they are not known; looked_at: its `_turn` then; salt: what the
     adapter adds to its keys; touched: whether eviction was told of it."""
 
     request: Any
@@ -46,7 +46,7 @@ class Tracked:
     hashes: dict[int, list[bytes]] = field(default_factory=dict)
     stale: bool = False
     look: Look | None = None
-    preemptions: int = 0
+    looked_at: tuple[int, int] = (0, 0)
     salt: bytes = b""
     touched: bool = False
 
@@ -84,7 +84,7 @@ class Scheduler:
         adapters: Adapters | None = None,
     ) -> None:
         self.lookup = lookup
-        self._adapters = Adapters(None) if adapters is None else adapters
+        self.adapters = Adapters(None) if adapters is None else adapters
         self._sizes, self._hash_size, self._ranks = dict(block_sizes), hash_block_size, ranks
         self._loads, self._saves = loads, saves
         self._tracked: dict[str, Tracked] = {}
@@ -114,8 +114,6 @@ class Scheduler:
         """
         tracked = self._track(request)
         tracked.start = computed
-        if request.num_preemptions != tracked.preemptions:  # vLLM may read the adapter again
-            self._look(tracked)
         if (tracked.failed and not tracked.stepped_back) or not self._named(tracked):
             tracked.stepped_back = tracked.failed
             return None
@@ -198,7 +196,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Close the reader."""
-        self._adapters.close()
+        self.adapters.close()
         if self.lookup is not None:
             self.lookup.close()
 
@@ -210,11 +208,14 @@ class Scheduler:
         return tracked
 
     def _look(self, tracked: Tracked) -> None:
-        tracked.preemptions = tracked.request.num_preemptions
-        tracked.look = self._adapters.look(tracked.request.lora_request)
+        tracked.looked_at = _turn(tracked.request)
+        tracked.look = self.adapters.look(tracked.request.lora_request)
 
     def _named(self, tracked: Tracked) -> bool:
-        """Whether the request's keys are known; from then on eviction knows that it came."""
+        """Whether the request's keys are known; from then on eviction knows that it came. Where it was preempted, or its
+        session went on, vLLM may read its adapter again."""
+        if tracked.request.lora_request is not None and tracked.looked_at != _turn(tracked.request):
+            self._look(tracked)
         if tracked.look is not None and not self._settle(tracked, tracked.look):
             return False
         if self._loads and not tracked.touched and not self._left_out(tracked):
@@ -224,9 +225,9 @@ class Scheduler:
 
     def _settle(self, tracked: Tracked, look: Look) -> bool:
         """Take what was seen of the request's adapter; false while nothing was."""
-        if self._adapters.waits(look):
+        if self.adapters.waits(look):
             return False
-        salt, tracked.look = self._adapters.salt(look), None
+        salt, tracked.look = self.adapters.salt(look), None
         tracked.stale = tracked.stale or salt is None
         if salt is not None and salt != tracked.salt:
             tracked.salt, tracked.hashes, tracked.next_save = salt, {}, 0
@@ -235,7 +236,7 @@ class Scheduler:
 
     def _left_out(self, tracked: Tracked) -> bool:
         """Whether nothing of the request may be loaded or stored."""
-        return tracked.stale or self._adapters.doubts(tracked.request.lora_request)
+        return tracked.stale or self.adapters.doubts(tracked.request.lora_request)
 
     def _hashes(self, tracked: Tracked) -> dict[int, list[bytes]]:
         """The keys of the request's full blocks so far, by group: vLLM's hash at each block's end. Hashes are chained, so
@@ -342,6 +343,11 @@ class Scheduler:
             for i, key in enumerate(span.block_hashes):
                 if (span.group, span.start + i) not in held.unsaved:
                     self._refused.discard(span.group, key)
+
+
+def _turn(request: Any) -> tuple[int, int]:
+    """What changes where a request leaves the batch and comes again."""
+    return request.num_preemptions, request.num_prompt_tokens
 
 
 def _past_nulls(blocks: Sequence[Any], first: int, end: int) -> int:

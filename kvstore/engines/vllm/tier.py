@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.engines.vllm.identity import unstable_hashes
+from kvstore.engines.vllm.logs import speak_in_vllms_log
 from kvstore.engines.vllm.options import Options
 from kvstore.engines.vllm.tier_config import find_engine, tier_identity
 from kvstore.engines.vllm.tier_lookup import Lookups
@@ -86,6 +87,7 @@ class KVStoreTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
+        speak_in_vllms_log()
         chosen = Options.of(options)
         self._places = Places.of(offloading_spec)
         self._counts = Counter[str]()

@@ -95,13 +95,13 @@ def snapshot_commit(path: Path) -> str | None:
 def changed_at(path: Path, files: Iterable[Path]) -> float:
     """When files of a folder, or the names by which they are reached, were changed last, in seconds since the epoch, whatever
     the files' times of modification say. Raises OSError."""
-    return max((*(file.stat().st_ctime for file in files), *_moved_at(Path(os.path.abspath(path)))))
+    return max(when for each in (path, *files) for when in _moved_at(Path(os.path.abspath(each))))
 
 
 def _moved_at(path: Path) -> Iterator[float]:
-    """When entries of a folder were changed, and when each link or folder on the way to it was put in its place. A folder's
-    change time is its modification time where an entry of it was made or removed; it is later where it was itself
-    renamed."""
+    """When a file, or entries of a folder, were changed, and when each link or folder on the way to it was put in its place.
+    A folder's change time is its modification time where an entry of it was made or removed; it is later where it was itself
+    renamed, until the next entry is made."""
     yield path.stat().st_ctime
     for part in (path, *path.parents):
         own = part.lstat()
@@ -141,7 +141,7 @@ def weight_files(path: Path) -> list[Path]:
 
 def _parts(file: Path) -> Iterator[bytes]:
     """What tells one file from another: of weights all but their bytes."""
-    yield file.name.encode()
+    yield os.fsencode(file.name)
     if file.suffix not in WEIGHTS:
         yield file.read_bytes()
         return

@@ -195,6 +195,8 @@ class Worker:
             replica = set() if result is None else {i for i, reason in result.failed.items() if reason == "replica"}
             lost = [i for i in _left_out(kept, len(span.block_ids)) if i not in replica]
             unsaved.update((span.group, span.start + i) for i in lost)
+            for i in lost:
+                self.counts[f"blocks_save_failed_{'error' if result is None else result.failed.get(i, 'error')}"] += 1
             self.counts["blocks_saved"] += 0 if result is None else int(result.stored.sum())
             self.counts["blocks_save_failed"] += len(lost)
         self._answer.save(number, unsaved)
