@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import struct
@@ -183,6 +184,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "a time": lambda f: os.utime(f / "model-1.safetensors", ns=(0, 1002)),
     "a size": lambda f: rewrite(f / "model-1.safetensors", (f / "model-1.safetensors").read_bytes() + b"x"),
     "a header": lambda f: flipped(f / "model-1.safetensors", 20),
+    "weights": lambda f: flipped(f / "model-1.safetensors", -1),
     "the index": lambda f: (f / "model.safetensors.index.json").write_text("{ }"),
     "the code": lambda f: (f / "modeling.py").write_text("x = 2"),
     "the scales": lambda f: (f / "hf_quant_config.json").write_text("{ }"),
@@ -196,6 +198,18 @@ def test_a_changed_checkpoint_is_another(tmp_path: Path, case: str) -> None:
     assert re.fullmatch(r"files:[0-9a-f]{32}", before)
     CHANGES[case](folder)
     assert of_folder(folder) != before
+
+
+def test_other_weights_in_files_alike_are_told_apart_at_any_size(tmp_path: Path) -> None:
+    """Reproducible images have one time for all files."""
+    digests = set()
+    for seed in range(3):
+        file = tmp_path / f"{seed}" / "model.bin"
+        file.parent.mkdir()
+        file.write_bytes(random.Random(seed).randbytes(3_000_001))
+        os.utime(file, ns=(0, 0))
+        digests.add(of_folder(file.parent))
+    assert len(digests) == 3
 
 
 def test_a_checkpoint_that_is_moved_or_copied_with_its_times_is_the_same(tmp_path: Path) -> None:

@@ -319,13 +319,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return Adapters(lora, fixed=self._options.adapters == "fixed", plain=not mixed)
 
 
+_watched: set[type] = set()
+"""Classes of vLLM's whose loads of adapters are watched; of this process."""
+
+
 def _watch_loads() -> None:
     """Let connectors know when their engine loads an adapter: vLLM tells nobody of it."""
     from vllm.v1.engine.core import EngineCore
 
-    load = EngineCore.add_lora
-    if hasattr(load, "__wrapped__"):
+    if EngineCore in _watched:
         return
+    _watched.add(EngineCore)
+    load = EngineCore.add_lora
 
     @wraps(load)
     def add_lora(core: Any, lora_request: Any) -> bool:

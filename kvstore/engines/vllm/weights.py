@@ -22,6 +22,9 @@ their content."""
 SCALES: Final = re.compile(r"(quant|hf_quant|kv_cache_scales)\w*\.json")
 COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 MAX_HEADER: Final = 2**27
+SAMPLES: Final = 16
+SAMPLE_BYTES: Final = 4096
+"""So many pieces of a file of weights are read, at equal distances."""
 CLOCK_STEP_S: Final = 0.02
 """File systems stamp changes with a clock that lags by up to a tick of the kernel, and a process' start is told in ticks."""
 HAND_SET: Final = (
@@ -35,10 +38,11 @@ def weights_digest(model_config: Any, load_config: Any, began: float | None = No
 
     - "commit:<hash>": a model of the hub, from the revision asked for, the snapshot's folder or its configuration's commit.
     - "files:<digest>": a local folder or file: names, sizes and times of change of the weights' files, the headers of
-      safetensors files, and the content of their index and of code that lies with them; the bytes of the weights are not
-      read. The folder's own name is no part: moved, or copied with its times (cp -p, rsync -a), it is the same; copied
-      without them it is another, whose KV is a miss. Files that changed after vLLM may have read them need not be those
-      that it serves: ":changed <time>" behind the digest keeps what is stored from engines that start later.
+      safetensors files, a sample of the weights' bytes, since files of an image may have one time whatever is in them, and
+      the content of their index and of code that lies with them. The folder's own name is no part: moved, or copied with its
+      times (cp -p, rsync -a), it is the same; copied without them it is another, whose KV is a miss. Files that changed after
+      vLLM may have read them need not be those that it serves: ":changed <time>" behind the digest keeps what is stored from
+      engines that start later.
     - "dummy:<seed>": the random weights of load_format="dummy".
 
     Raises EngineError where none of these is to be had.
@@ -120,7 +124,7 @@ def process_started() -> float:
 
 
 def files_digest(files: Iterable[Path]) -> str:
-    """32 hexadecimal digits over files; of weights all but their bytes count. Raises OSError."""
+    """32 hexadecimal digits over files. Raises OSError."""
     total = hashlib.blake2b(digest_size=16)
     for file in files:
         for part in _parts(file):
@@ -140,7 +144,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _parts(file: Path) -> Iterator[bytes]:
-    """What tells one file from another: of weights all but their bytes."""
+    """What tells one file from another: of weights all but most of their bytes."""
     yield os.fsencode(file.name)
     if file.suffix not in WEIGHTS:
         yield file.read_bytes()
@@ -149,6 +153,14 @@ def _parts(file: Path) -> Iterator[bytes]:
     yield f"{stat.st_size} {stat.st_mtime_ns}".encode()
     if file.suffix == ".safetensors":
         yield _header(file)
+    yield from _sample(file, stat.st_size)
+
+
+def _sample(file: Path, size: int) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        for at in range(0, size, max(SAMPLE_BYTES, size // SAMPLES)):
+            opened.seek(at)
+            yield opened.read(SAMPLE_BYTES)
 
 
 def _header(file: Path) -> bytes:
