@@ -243,12 +243,9 @@ def test_a_file_system_that_hangs_costs_misses(
     known = engine_of()
     with hanging(monkeypatch) as answers:
         began = time.monotonic()
-        assert salt_of(known, lora(folder)) is None
-        assert time.monotonic() - began >= PATIENCE_S
-        look = known.look(lora(folder))
-        assert look is not None
-        assert not known.waits(look)  # nobody else waits
-        assert known.salt(look) is None
+        assert [salt_of(known, lora(folder)) for _ in range(20)] == 20 * [None]
+        # The first waits, and one that is queued behind it may; then it is known that nothing answers.
+        assert PATIENCE_S <= time.monotonic() - began < DEADLINE_S
         answers.set()
     deadline = time.monotonic() + DEADLINE_S
     while salt_of(known, lora(folder)) is None:
