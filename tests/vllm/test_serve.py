@@ -32,6 +32,7 @@ ENVIRONMENT = {
 COMMAND = (
     *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4", "--block-size", "32"),
     *("--kv-cache-memory-bytes", str(64 << 20), "--host", "127.0.0.1", "--enable-prompt-tokens-details"),
+    *("--shutdown-timeout", "10"),
 )
 PROMPT, PROMPT_BLOCKS = STORY[:1200], 8
 SOON_S = 30.0
@@ -122,6 +123,12 @@ class Server:
             return str(opened.read().decode())
 
 
+def stat(store: Path) -> str:
+    """What `kvstore stat` says."""
+    command = [Path(sys.executable).with_name("kvstore"), "stat", store]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 @contextmanager
 def serving(folder: Path, store: Path) -> Iterator[Server]:
     """A server that serves."""
@@ -151,6 +158,7 @@ def test_a_server_goes_on_from_what_a_killed_one_stored(tmp_path: Path, store: P
         second.wait_for("blocks_saved", 1)
         assert second.stop(signal.SIGTERM) == 0
         second.wait_until_gone()
+    assert stat(store).count(" clean") == 1
 
     with serving(tmp_path, store) as third:
         assert third.complete(PROMPT) == (text, 32 * PROMPT_BLOCKS)
