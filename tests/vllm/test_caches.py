@@ -57,7 +57,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str,
             out.mkdir()
             transfer = {"kv_connector": "CapturingConnector", "kv_connector_module_path": "tests.vllm.capture"}
             transfer |= {"kv_role": "kv_both", "kv_connector_extra_config": {"path": str(out)}}
-            weights = models.write(model, folder / model)
+            weights = models.write(model, folder / f"weights-{model}")
             job = {"model": str(weights), "options": {**options, "kv_transfer_config": transfer}, "rounds": []}
             server.stdin.write(json.dumps([job, str(out / "log")]) + "\n")
             server.stdin.flush()
@@ -72,6 +72,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str,
 def test_a_real_engine_is_described_alike_on_both_sides(captured: Mapping[str, Any], name: str) -> None:
     rank, scheduler = captured[name]["rank-tp0of1-pp0of1"], captured[name]["scheduler"]
     assert rank["same"], "stored blocks came back otherwise"
+    assert rank["identity"] == scheduler["identity"]
     assert scheduler["matched"] == dict.fromkeys(rank["groups"], 2)
     for key in ("identity", "block_sizes", "groups", "windows", "layout", "backend", "device"):
         assert rank[key] == scheduler[key], key

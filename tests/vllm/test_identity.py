@@ -233,8 +233,9 @@ def test_weights_that_may_have_changed_since_they_were_loaded_are_no_later_engin
         time.sleep(0.01)
     began = time.time()
     assert weights_digest(*settings, began) == settled
-    (folder / "extra.safetensors").write_bytes(bytes(16))
-    (folder / "extra.safetensors").unlink()
+    (folder / "notes.txt").write_text("an entry beside them")
+    assert weights_digest(*settings, began) == settled
+    rewrite(folder / "model-1.safetensors", (folder / "model-1.safetensors").read_bytes())
     doubtful = weights_digest(*settings, began)
     assert doubtful.startswith(f"{settled}:changed ")
     assert weights_digest(*settings, began) == doubtful

@@ -99,14 +99,15 @@ def snapshot_commit(path: Path) -> str | None:
 def changed_at(path: Path, files: Iterable[Path]) -> float:
     """When files of a folder, or the names by which they are reached, were changed last, in seconds since the epoch, whatever
     the files' times of modification say. Raises OSError."""
-    return max(when for each in (path, *files) for when in _moved_at(Path(os.path.abspath(each))))
+    return max((when for each in (path, *files) for when in _moved_at(Path(os.path.abspath(each)))), default=0.0)
 
 
 def _moved_at(path: Path) -> Iterator[float]:
-    """When a file, or entries of a folder, were changed, and when each link or folder on the way to it was put in its place.
-    A folder's change time is its modification time where an entry of it was made or removed; it is later where it was itself
-    renamed, until the next entry is made."""
-    yield path.stat().st_ctime
+    """When a file was changed, and when each link or folder on the way to it was put in its place. A folder's change time is
+    its modification time where an entry of it was made or removed, which says nothing of the others; it is later where it
+    was itself renamed, until the next entry is made."""
+    if not path.is_dir():
+        yield path.stat().st_ctime
     for part in (path, *path.parents):
         own = part.lstat()
         if stat.S_ISLNK(own.st_mode):
