@@ -23,6 +23,8 @@ else:  # run by its path, before kvstore can be imported
 VERSION = "0.33.0"
 NAME = "newer"
 COMPILED = (".so", ".cubin")
+BESIDE = ("orjson",)
+"""What it imports and the older version does not bring."""
 
 
 def main(venv: Path) -> None:
@@ -37,6 +39,7 @@ def main(venv: Path) -> None:
         unpack(download(python, Path(scratch)), made)
         for module in installed(python).glob("*.so"):
             shutil.copy2(module, made / "vllm")
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--target", str(made), *BESIDE], check=True)
         information = made / f"vllm-{VERSION}+cpu.dist-info"
         information.mkdir()
         # vLLM takes itself for a build for CPUs by its distribution's version.
