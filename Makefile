@@ -50,15 +50,15 @@ test: lint
 # vLLM pins what it needs, so it has an environment of its own; another numba would take the compiled loops of $(VENV) for
 # stale, and put its own in their place. Engines of one file run one after another.
 test-vllm test-vllm-next bench-vllm: export NUMBA_CACHE_DIR = $(CURDIR)/$(VLLM_VENV)/numba
+VLLM_TESTS = OMP_WAIT_POLICY=PASSIVE $(VLLM_VENV)/bin/pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile \
+	--no-loadscope-reorder tests/vllm $(PYTEST_ARGS)
 test-vllm: $(VLLM_READY)
-	OMP_WAIT_POLICY=PASSIVE $(VLLM_VENV)/bin/pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile \
-		--no-loadscope-reorder tests/vllm $(PYTEST_ARGS)
+	$(VLLM_TESTS)
 
 # The next vLLM's Python over this one's compiled modules.
 test-vllm-next: $(VLLM_READY)
 	$(PYTHON) tools/vllm_python.py $(VLLM_VENV)
-	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/newer OMP_WAIT_POLICY=PASSIVE $(VLLM_VENV)/bin/pytest --numprocesses $(JOBS) \
-		--maxprocesses 4 --dist loadfile --no-loadscope-reorder tests/vllm $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/newer $(VLLM_TESTS)
 
 campaign: $(READY)
 	$(VENV)/bin/python -m tests.campaign --jobs $(JOBS) $(CAMPAIGN_ARGS)

@@ -23,6 +23,8 @@ PATIENCE_S: Final = 2.0
 SALT_BYTES: Final = 16
 MAX_HASHED: Final = 4096
 """Files whose content's hash is remembered."""
+SETTLED_S: Final = 1.0
+"""A file that was changed longer ago has another time where it is changed again."""
 SETTINGS: Final = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
 """Of vLLM's LoRAConfig; ranks, slots and how an adapter is split over ranks change no KV."""
 FIXED: Final = b"fixed"
@@ -207,10 +209,8 @@ def content_of(file: Path) -> bytes:
         return known
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=SALT_BYTES)).digest()
-    settled = (
-        time.time() - max(stat.st_mtime, stat.st_ctime) > 1
-    )  # a file system's clock steps: later writes may look alike
-    if settled:
+    # A file system's clock steps: what is written right after may have the same times.
+    if time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED_S:
         if len(_hashed) >= MAX_HASHED:
             _hashed.clear()
         _hashed[key] = found

@@ -71,11 +71,11 @@ def _commit(text: object) -> str | None:
 
 def _of_path(path: Path, began: float) -> str:
     """A snapshot's folder is named by its commit; of any other path the files count."""
-    if commit := snapshot_commit(path):
+    if commit := _snapshot_commit(path):
         return f"commit:{commit}"
     try:
         files = weight_files(path)
-        digest, changed = files_digest(files), changed_at(path, files)
+        digest, changed = _files_digest(files), _changed_at(path, files)
     except OSError as error:
         raise EngineError(f"the weights in {path} cannot be read: {error}: {HAND_SET}") from error
     if not any(file.suffix in WEIGHTS for file in files):
@@ -90,13 +90,13 @@ def _of_path(path: Path, began: float) -> str:
     return f"files:{digest}:changed {changed:.6f}"
 
 
-def snapshot_commit(path: Path) -> str | None:
+def _snapshot_commit(path: Path) -> str | None:
     """The commit of a model that lies in the hub's cache: its files are never written again."""
     where = path.absolute()
     return _commit(where.name) if where.is_dir() and where.parent.name == "snapshots" else None
 
 
-def changed_at(path: Path, files: Iterable[Path]) -> float:
+def _changed_at(path: Path, files: Iterable[Path]) -> float:
     """When files of a folder, or the names by which they are reached, were changed last, in seconds since the epoch, whatever
     the files' times of modification say. Raises OSError."""
     return max((when for each in (path, *files) for when in _moved_at(Path(os.path.abspath(each)))), default=0.0)
@@ -124,7 +124,7 @@ def process_started() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def files_digest(files: Iterable[Path]) -> str:
+def _files_digest(files: Iterable[Path]) -> str:
     """32 hexadecimal digits over files. Raises OSError."""
     total = hashlib.blake2b(digest_size=16)
     for file in files:
